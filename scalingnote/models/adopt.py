@@ -26,11 +26,11 @@ ROLES: tuple[Role, ...] = ("query", "document")
 
 
 def run(config: AdoptConfig, *, output: str) -> Artifact:
-    """Build a `dual_encoder` from a published model; its manifest holds the sha256 of the model's weights.
+    """Build a `dual_encoder` from a published model; its manifest records the sha256 of the model's weights.
 
     Raises:
         ConfigError: a setting is missing in the files, the weights have another sha256 than configured, or
-            the models of a pair give embeddings of different dimensions.
+            the models of a pair differ in the dimensions or the similarity of their embeddings.
     """
     draft = Draft(output, kind="dual_encoder", config=config, parents={})
     if draft.finished:
@@ -49,11 +49,11 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
         weights[role] = weight_checksums(local_folder(path))
         dims[role], similarities[role] = tower.dim, tower.native.similarity
         parameters += sum(parameter.numel() for parameter in tower.parameters())
-        shown = role, path, tower.dim, tower.config.max_length, tower.native.similarity
-        log.info("%s: %s, %d dimensions, %d tokens, compared by %s", *shown)
-        with tempfile.TemporaryDirectory() as saved:
-            tower.save(Path(saved))
-            draft.upload(saved, role)
+        facts = role, path, tower.dim, tower.config.max_length, tower.native.similarity
+        log.info("%s: %s, %d dimensions, %d tokens, compared by %s", *facts)
+        with tempfile.TemporaryDirectory() as temporary:
+            tower.save(Path(temporary))
+            draft.upload(temporary, role)
     if dims["query"] != dims["document"]:
         raise ConfigError(
             f"{config.query_path} gives embeddings of {dims['query']} dimensions and {config.path} of "
@@ -74,12 +74,11 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
 def open_tower(
     config: AdoptConfig, role: Role, *, dtype: torch.dtype = torch.float32
 ) -> PublishedTower | LibraryTower:
-    """The tower of a published model for texts of a role, its backbone in `dtype`.
+    """Load the tower of a published model for texts of a role, its backbone in `dtype`.
 
-    Its `native.similarity` is a Similarity.
-
-    ConfigError if a setting is neither in the files nor in the config, if the config overrides a setting
-    of a model that only sentence-transformers can encode with, or if search does not know the similarity.
+    Its `native.similarity` is a Similarity. Raise ConfigError if a setting is neither in the files nor in the
+    config, if the config overrides a setting of a model that only sentence-transformers can run, or if search
+    does not implement the similarity.
     """
     of_query = role == "query"
     prefix = config.query_prefix if of_query else config.document_prefix
@@ -108,11 +107,11 @@ def open_tower(
 
 
 def model_path(config: AdoptConfig, role: Role) -> str:
-    """Hub id or folder of the model that encodes texts of this role."""
+    """Return the hub id or folder of the model that encodes texts of this role."""
     return config.query_path or config.path if role == "query" else config.path
 
 
 def weight_checksums(folder: Path) -> dict[str, str]:
-    """Relative path -> sha256 of the safetensors files in a model's folder."""
+    """Compute the sha256 of the safetensors files in a model's folder, by relative path."""
     paths = sorted(folder.rglob("*.safetensors"))
     return {path.relative_to(folder).as_posix(): fs.checksum(str(path)) for path in paths}

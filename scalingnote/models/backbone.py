@@ -1,6 +1,7 @@
 """Backbones: any Hugging Face model, or a small model from scratch with random weights.
 
-A backbone is a transformer without a language-model head, its tokenizer, and whether attention is causal.
+A backbone consists of a transformer without a language-model head, its tokenizer, and whether attention is
+causal.
 """
 
 import inspect
@@ -44,8 +45,8 @@ logging.disable_progress_bar()  # one bar per small file would hide our own prog
 _OPTIONAL_FILE = {"_raise_exceptions_for_missing_entries": False}
 # Names of the layer stack in families that use neither "layers" nor "encoder.layer".
 _LAYER_STACKS = {"distilbert": "transformer.layer", "gpt2": "h"}
-# Of the head of masked language models, by family: dense layer, norm, output layer, and the field of the
-# config that names the activation; without a field it is gelu.
+# Parts of the head of masked language models, by family: dense layer, norm, output layer, and the field of
+# the config that names the activation; without a field it is gelu.
 _ROBERTA_HEAD = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "")
 _MASKED_HEADS = {
     "bert": (
@@ -61,7 +62,7 @@ _MASKED_HEADS = {
 }
 _NORM_PARTS = (("weight", "weight"), ("weight", "gamma"), ("bias", "bias"), ("bias", "beta"))
 _EPSILONS = ("norm_eps", "layer_norm_eps")  # fields of a config; DistilBERT's has none
-_TOLD: set[tuple[str, str]] = set()  # changes of tokenizers that were logged: a folder is read several times
+_LOGGED: set[tuple[str, str]] = set()  # changes of tokenizers; a folder is read several times and logged once
 _SCRATCH_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
 
 
@@ -88,8 +89,8 @@ class Backbone:
     def special(self) -> SpecialTokens:
         """Ids around text: encoders use [CLS] and [SEP], decoders the end-of-sequence token.
 
-        A decoder whose tokenizer begins every text with a token (Llama's and Gemma's do) was trained with it
-        and gets it; :func:`read_as` makes others do so.
+        Some tokenizers of decoders begin every text with a token (those of Llama and Gemma do). The decoder
+        was trained with it, so it is added here too. :func:`read_as` turns this on for other tokenizers.
         """
         tokenizer = self.tokenizer
         if self.causal:
@@ -102,16 +103,20 @@ class Backbone:
         return SpecialTokens(pad=pad if pad is not None else (end or 0), end=end, first=first)
 
     def token_end(self) -> int:
-        """Return the token behind each token that a tower reads alone; ConfigError if there is none."""
+        """Return the token that follows each token in a tower that reads every token by itself.
+
+        Raise ConfigError if there is none.
+        """
         end = self.special.end
         if not self.causal or end is None:
             raise ConfigError(
-                "a tower that reads tokens alone needs a causal backbone with an end-of-sequence token"
+                "a tower that reads every token by itself needs a causal backbone with an end-of-sequence "
+                "token: choose a decoder"
             )
         return end
 
     def check_length(self, tokens: int, *, role: Role) -> None:
-        """Raise ConfigError if the tower of a role is to read more tokens than the backbone has positions."""
+        """Raise ConfigError if the tower of a role reads more tokens than the backbone has positions."""
         if self.max_positions is not None and tokens > self.max_positions:
             raise ConfigError(
                 f"the {role} tower has max_length={tokens}, but its backbone reads {self.max_positions} "
@@ -144,8 +149,8 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int) -> str:
 def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int) -> Backbone:
     """Build a backbone that is ready to train, with the placeholders in its vocabulary.
 
-    New weights and new token embeddings depend on `seed` alone. ConfigError if a pretrained path is no model,
-    or a model from scratch has no tokenizer.
+    New weights and new token embeddings depend only on `seed`. Raise ConfigError if a pretrained path is not
+    a model, or if a model from scratch has no tokenizer.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -166,9 +171,9 @@ def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int
 
 
 def read_as(backbone: Backbone, config: Reading) -> None:
-    """Have a backbone's tokenizer lower-case texts, and begin them with a token or not, as `config` says.
+    """Set whether a backbone's tokenizer lower-cases texts and begins them with a token, as `config` states.
 
-    ConfigError for an encoder whose config says something of `bos`: it begins with [CLS].
+    Raise ConfigError if the config of an encoder sets `bos`: its texts begin with [CLS].
     """
     tokenizer, rust = backbone.tokenizer, backbone.raw_tokenizer
     if config.lowercase:
@@ -176,10 +181,12 @@ def read_as(backbone: Backbone, config: Reading) -> None:
     if config.bos == "auto":
         return
     if not backbone.causal:
-        raise ConfigError(f"bos={config.bos} is of decoders, and an encoder begins with [CLS]: leave it out")
+        raise ConfigError(
+            f"bos={config.bos} is for decoders, an encoder's texts begin with [CLS]: leave it out"
+        )
     tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
     flags = {"add_bos_token": config.bos == "always"}
-    tokenizer.init_kwargs.update(flags)  # saved, and followed by whoever loads the tower
+    tokenizer.init_kwargs.update(flags)  # saved, and applied when the tower is loaded
     add_flagged_tokens(rust, flags, first=tokenizer.bos_token, end=None, removes=True)
 
 
@@ -194,24 +201,25 @@ def load(path: str | Path, *, layers: int | None = None, dtype: torch.dtype = to
     """Load a backbone, or its first `layers`, without the checkpoint's head.
 
     Args:
-        path: a hub id or folder; that of a peft adapter gives its base model with the adapter merged, which
-            is done in float32.
-        layers: to keep; None: all.
-        dtype: of the weights, which are never held in a wider one; buffers are float32.
+        path: a hub id or folder. If it is a peft adapter, its base model is loaded and the adapter is merged
+            into it in float32.
+        layers: number of layers to keep; None: all.
+        dtype: dtype of the weights; buffers are float32. Weights are in memory in a wider format only while
+            an adapter is merged, or if `dtype` would round a buffer (see :func:`read_in`).
 
     Raises:
-        ConfigError: `path` is no model, lacks weights, has fewer than `layers` layers, or has an architecture
-            whose layers cannot be removed.
+        ConfigError: `path` is not a model, lacks weights, has fewer than `layers` layers, or has an
+            architecture whose layers cannot be removed.
     """
     base, settings, tokenizer = _config_and_tokenizer(path)
     missing: set[str] = set()
 
-    def read(dtype: torch.dtype) -> Any:
+    def read_model(dtype: torch.dtype) -> Any:
         model, report = AutoModel.from_pretrained(
             base,
             config=settings,
             dtype=dtype,
-            use_safetensors=True,  # a pickle may hold code
+            use_safetensors=True,  # a pickle may contain code
             output_loading_info=True,
             **_pooler_arguments(settings),
         )
@@ -221,7 +229,7 @@ def load(path: str | Path, *, layers: int | None = None, dtype: torch.dtype = to
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # no report on unused weights; missing ones are an error below
     try:
-        model = read_in(torch.float32 if base != str(path) else dtype, read)
+        model = read_in(torch.float32 if base != str(path) else dtype, read_model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a backbone from {base!r}: {error}") from None
     finally:
@@ -237,7 +245,7 @@ def load(path: str | Path, *, layers: int | None = None, dtype: torch.dtype = to
     cast_parameters(model, dtype)
     causal = is_causal(settings)
     if not causal:
-        # Attention modules of a causal family stay causal even if the config asks for bidirectional ones.
+        # Attention modules of a causal family stay causal even if the config requests bidirectional ones.
         for module in model.modules():
             if getattr(module, "is_causal", False):
                 module.is_causal = False
@@ -254,20 +262,20 @@ def shell(path: str | Path) -> Backbone:
 
 
 def output_head(path: str) -> SparseHead:
-    """Return the language-model head of the checkpoint at `path`; of one without, its input table's rows."""
+    """Return the language-model head of the checkpoint at `path`, or its input table if it has no head."""
     base, settings, _ = _config_and_tokenizer(path)
     text = _text_config(settings)
     dense, norm, output, activation = _MASKED_HEADS.get(settings.model_type, ("", "", "lm_head", ""))
     tied = getattr(text, "tie_word_embeddings", True)
     weight = None if tied else _tensor(base, f"{output}.weight")
     names = [(f"dense.{part}", f"{dense}.{part}") for part in ("weight", "bias")]
-    # Checkpoints converted from TensorFlow still call a norm's weight and bias gamma and beta.
+    # In checkpoints converted from TensorFlow, the weight and bias of a norm are named gamma and beta.
     names += [(f"norm.{part}", f"{norm}.{name}") for part, name in _NORM_PARTS]
-    found = {ours: tensor for ours, name in names if dense and (tensor := _tensor(base, name)) is not None}
-    if not {"dense.weight", "norm.weight"} <= found.keys():
+    parts = {ours: tensor for ours, name in names if dense and (tensor := _tensor(base, name)) is not None}
+    if not {"dense.weight", "norm.weight"} <= parts.keys():
         return SparseHead(weight)
     transform = HeadTransform(
-        found,
+        parts,
         activation=getattr(text, activation) if activation else "gelu",
         eps=next((getattr(text, name) for name in _EPSILONS if hasattr(text, name)), 1e-12),
     )
@@ -277,7 +285,7 @@ def output_head(path: str) -> SparseHead:
 
 
 def _tensor(base: str, name: str) -> Tensor | None:
-    """Return a tensor of a checkpoint in float32; None if it has none of this name."""
+    """Return a tensor of a checkpoint in float32; None if the checkpoint has no tensor of this name."""
     index = cached_file(base, "model.safetensors.index.json", **_OPTIONAL_FILE)
     files = json.loads(Path(index).read_text())["weight_map"] if index else {name: "model.safetensors"}
     path = cached_file(base, files[name], **_OPTIONAL_FILE) if name in files else None
@@ -332,8 +340,8 @@ def _from_scratch(config: Scratch, tokenizer_json: str) -> Backbone:
         model = AutoModel.from_config(settings, dtype=torch.float32)
     else:
         settings = BertConfig(
-            # The default, 0.02, suits a width of 768 and more. In a narrow model all [CLS] states are
-            # then nearly equal and in-batch softmax has no gradient: TwinBERT's R@50 on medquad was
+            # The default, 0.02, suits widths of 768 and more. With it, all [CLS] states of a narrow model
+            # are nearly equal and the in-batch softmax has no gradient: TwinBERT's R@50 on medquad was
             # 0.23 instead of 0.95.
             initializer_range=config.hidden**-0.5,
             hidden_dropout_prob=0.0,
@@ -345,13 +353,15 @@ def _from_scratch(config: Scratch, tokenizer_json: str) -> Backbone:
 
 
 def _config_and_tokenizer(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
-    """Return the path of the weights (that of the base model for an adapter), their config, the tokenizer."""
+    """Return the path of the weights (of the base model for an adapter), their config and the tokenizer."""
     try:
         adapter = find_adapter_config_file(str(path))
         base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else str(path)
         settings = AutoConfig.from_pretrained(base, trust_remote_code=False)
-        own = adapter is None or cached_file(str(path), "tokenizer.json", **_OPTIONAL_FILE) is not None
-        tokenizer = _tokenizer(str(path) if own else base)
+        own_tokenizer = (
+            adapter is None or cached_file(str(path), "tokenizer.json", **_OPTIONAL_FILE) is not None
+        )
+        tokenizer = _tokenizer(str(path) if own_tokenizer else base)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a backbone from {str(path)!r}: {error}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -360,18 +370,18 @@ def _config_and_tokenizer(path: str | Path) -> tuple[str, Any, PreTrainedTokeniz
 
 
 def _tokenizer(path: str) -> Any:
-    """Load the tokenizer at `path`; one whose class is the generic fast tokenizer is read from its file.
+    """Load the tokenizer at `path`; if its class is the generic fast tokenizer, read it from tokenizer.json.
 
-    AutoTokenizer chooses by the model instead: in a Qwen2 folder it splits words as Qwen2's tokenizer does
-    and ignores tokenizer.json. A tokenizer trained with other splits then gives wrong tokens.
+    AutoTokenizer chooses the class by the model: in a Qwen2 folder it splits words like Qwen2's tokenizer and
+    ignores tokenizer.json. A tokenizer trained with other splits then gives wrong tokens.
     """
-    declared = get_tokenizer_config(path).get("tokenizer_class")
-    plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    class_name = get_tokenizer_config(path).get("tokenizer_class")
+    plain = class_name in ("TokenizersBackend", "PreTrainedTokenizerFast")
     return as_flagged((PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path), path)
 
 
 def as_flagged(tokenizer: Any, path: str | Path) -> Any:
-    """Return a tokenizer of transformers that adds what the tokenizer_config.json at `path` says it adds."""
+    """Make a tokenizer add the special tokens that tokenizer_config.json at `path` states, and return it."""
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         changes = add_flagged_tokens(
             tokenizer.backend_tokenizer,
@@ -379,31 +389,31 @@ def as_flagged(tokenizer: Any, path: str | Path) -> Any:
             first=tokenizer.bos_token,
             end=tokenizer.eos_token,
         )
-        if changes and (str(path), changes) not in _TOLD:
-            _TOLD.add((str(path), changes))
-            log.info("%s: %s, as tokenizer_config.json says and tokenizer.json does not", path, changes)
+        if changes and (str(path), changes) not in _LOGGED:
+            _LOGGED.add((str(path), changes))
+            log.info("%s: %s, as tokenizer_config.json states and tokenizer.json does not", path, changes)
     return tokenizer
 
 
 def _start_placeholders(backbone: Backbone, tokens: Sequence[str]) -> None:
-    """Start the placeholders of a pretrained model as copies of a token that it knows and is pooled at.
+    """Copy the embedding of a token that a pretrained model is pooled at to the placeholders.
 
-    An encoder's are copies of [CLS]: all-MiniLM-L6-v2 then has R@10 0.97 on medquad before any training; with
-    random placeholders 0.37. A decoder's, which LoRA does not train, are copies of its end token.
+    In an encoder it is [CLS]: all-MiniLM-L6-v2 then has R@10 0.97 on medquad before any training, and 0.37
+    with random placeholders. In a decoder it is the end token.
     """
     special = backbone.special
-    known = special.end if backbone.causal else special.first
-    if known is None or not tokens:
+    source_id = special.end if backbone.causal else special.first
+    if source_id is None or not tokens:
         return
     table: Tensor = backbone.model.get_input_embeddings().weight  # type: ignore[operator]
     with torch.no_grad():
-        table[backbone.tokenizer.convert_tokens_to_ids(list(tokens))] = table[known].clone()
+        table[backbone.tokenizer.convert_tokens_to_ids(list(tokens))] = table[source_id].clone()
 
 
 def _pooler_arguments(settings: Any) -> dict[str, bool]:
-    """Return arguments that leave out the pooler, whose weights would get no gradients."""
-    known: Any = MODEL_MAPPING.get(type(settings), None)
-    optional = known is not None and "add_pooling_layer" in inspect.signature(known).parameters
+    """Return the arguments that leave out the pooler, because its weights would get no gradients."""
+    model_class: Any = MODEL_MAPPING.get(type(settings), None)
+    optional = model_class is not None and "add_pooling_layer" in inspect.signature(model_class).parameters
     return {"add_pooling_layer": False} if optional else {}
 
 
@@ -412,7 +422,7 @@ def _keep_layers(model: nn.Module, layers: int) -> None:
     name = _LAYER_STACKS.get(kind, "encoder.layer" if hasattr(model, "encoder") else "layers")
     stack: Any = dict(model.named_modules()).get(name)
     if stack is None:
-        raise ConfigError(f"layers cannot be cut of {kind}: leave backbone.layers out")
+        raise ConfigError(f"layers of {kind} cannot be removed: leave backbone.layers out")
     if layers > len(stack):
         raise ConfigError(f"layers={layers}, but the backbone has {len(stack)}")
     del stack[layers:]

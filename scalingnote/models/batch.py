@@ -5,7 +5,7 @@
 
 A position counts from the start of its row in both forms, so slicing a batch by rows changes no position.
 
-In a packed batch all layers see one line of tokens; only attention separates the rows:
+In a packed batch all layers read one line of tokens; only attention separates the rows:
 
     query, key, value [1, heads, total, head_dim]
         -> half precision on a GPU: one variable-length kernel over all rows
@@ -13,8 +13,8 @@ In a packed batch all layers see one line of tokens; only attention separates th
     -> [1, total, heads, head_dim]
 
 The attention function is registered with transformers under one name and also serves padded rows (through
-transformers' `sdpa`). The arguments of the call select the form, so layers that are recomputed by gradient
-checkpointing take the same path as in the first pass.
+transformers' `sdpa`). The arguments of the call select the form, so that gradient checkpointing recomputes
+layers on the same path as in the first pass.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from scalingnote.core.errors import ConfigError
 from scalingnote.models.prompt import TokenRow
 
-# Whether torch's kernel reads fewer keys than queries, each for a group of heads: not in torch 2.11.
+# Whether torch's kernel supports fewer key heads than query heads, one per group of them: not in torch 2.11.
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -45,7 +45,7 @@ class Packing:
     """Row boundaries of a packed batch."""
 
     lengths: tuple[int, ...]  # on the host: slicing rows must not wait for a GPU
-    offsets: Int[Tensor, " bounds"]  # int32, one more than rows, as varlen kernels expect
+    offsets: Int[Tensor, " bounds"]  # int32, one more than there are rows, as varlen kernels expect
     position_ids: Int[Tensor, "1 total"]  # restart at 0 in every row
     longest: int
 
@@ -71,7 +71,7 @@ class Batch:
     mask: Int[Tensor, "lines tokens"] | None
     positions: Int[Tensor, "rows positions"]
     packing: Packing | None = None
-    instruction: int = 0  # of those of a token-wise query tower: which one the rows are read behind
+    instruction: int = 0  # number of the token-wise query tower's instruction that the rows are read after
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -97,7 +97,7 @@ class Batch:
         return Batch(ids, None, positions, packing, self.instruction)
 
     def by_length(self) -> tuple["Batch", Int[Tensor, " rows"]]:
-        """Return the rows of a packed batch, shortest first, and the new index of each old row."""
+        """Sort the rows of a packed batch, shortest first; return them and the new index of each old row."""
         assert self.packing is not None
         lengths = self.packing.lengths
         order = sorted(range(len(self)), key=lengths.__getitem__)
@@ -111,10 +111,10 @@ class Batch:
     def for_model(self, *, pad: int, packed: bool) -> tuple["Batch", Tensor | slice]:
         """Return the batch in the form that a model reads fastest, and the index that restores the row order.
 
-        A packed batch is sorted by length: attention then runs over fewer groups of equal length. If the
+        A packed batch is sorted by length, so that attention runs over fewer groups of equal length. If the
         model cannot read packed rows (`packed` is false), the batch is padded with token `pad`. On a CPU,
-        rows of one length become a padded batch without pads: position embeddings are then computed for one
-        row instead of for all tokens.
+        rows of equal length become a padded batch without pads: position embeddings are then computed for
+        one row instead of for all tokens.
         """
         if self.packing is None or not packed:
             return self.to_padded(pad), slice(None)
@@ -131,14 +131,14 @@ class Batch:
         return self.mask.sum(1)
 
     def flatten(self, values: Tensor) -> Tensor:
-        """Return values per token, [lines, tokens, ...], end to end without those of pad tokens."""
+        """Concatenate the values per token, [lines, tokens, ...], of all rows, without those of pads."""
         if self.packing is not None:
             return values[0]
         assert self.mask is not None
         return values[self.mask.bool()]
 
     def flat(self) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " rows"]]:
-        """Return the token ids of all rows end to end, and the length of each row."""
+        """Return the concatenated token ids of all rows, and the length of each row."""
         return self.flatten(self.ids), self.row_lengths
 
     def to_padded(self, pad: int) -> "Batch":
@@ -174,7 +174,7 @@ def collate(rows: Sequence[TokenRow], *, pad: int, packed: bool = False) -> Batc
 
 ATTENTION_NAME = "scalingnote"
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
-# Model families whose layers pass our arguments to attention and mix tokens nowhere else. Each is tested:
+# Model families whose layers pass our arguments to attention and do not mix tokens elsewhere. Each is tested:
 # packed rows give the embeddings and gradients of padded ones. Rows of other families are padded.
 PACKED_FAMILIES = frozenset(
     {
@@ -185,14 +185,14 @@ PACKED_FAMILIES = frozenset(
 
 
 def choose_attention(model: nn.Module, attention: Attention) -> bool:
-    """Set the attention implementation of `model`; returns whether it then reads packed rows.
+    """Set the attention implementation of `model`, and return whether it then reads packed rows.
 
-    Raises ConfigError if FlashAttention is requested and not installed.
+    Raise ConfigError if FlashAttention is requested but not installed.
     """
     settings: Any = model.config
     # A bidirectional decoder with a window counts the window differently from `_window_mask`.
     windowed = getattr(settings, "is_causal", None) is False and getattr(settings, "sliding_window", None)
-    known = settings.model_type in PACKED_FAMILIES and not windowed
+    can_pack = settings.model_type in PACKED_FAMILIES and not windowed
     match attention:
         case "eager":
             model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -205,15 +205,16 @@ def choose_attention(model: nn.Module, attention: Attention) -> bool:
                 )
             model.set_attn_implementation("flash_attention_2")  # type: ignore[operator]
         case "auto" | "sdpa":
-            model.set_attn_implementation(ATTENTION_NAME if known else "sdpa")  # type: ignore[operator]
-    return known
+            model.set_attn_implementation(ATTENTION_NAME if can_pack else "sdpa")  # type: ignore[operator]
+    return can_pack
 
 
 def attention_arguments(model: nn.Module, batch: Batch, *, causal: bool) -> dict[str, Any]:
-    """Return the arguments of the backbone's forward pass besides the token ids."""
+    """Return all arguments of the backbone's forward pass but the token ids."""
     shift = first_position(model)
     if batch.packing is None:
-        # Pads are on the right, so no token of a causal model sees them. Without a mask the fast kernel runs.
+        # Pads are on the right, so tokens of a causal model do not attend to them. Without a mask, the fast
+        # kernel runs.
         kwargs: dict[str, Any] = {"attention_mask": None if causal else batch.mask}
         if shift:
             kwargs["position_ids"] = torch.arange(batch.ids.shape[1], device=batch.ids.device)[None] + shift
@@ -230,10 +231,10 @@ def attention_arguments(model: nn.Module, batch: Batch, *, causal: bool) -> dict
 
 
 def first_position(model: nn.Module) -> int:
-    """Return the first position number: RoBERTa's relatives count from their pad token's id + 1.
+    """Return the first position number: models like RoBERTa count from the id of their pad token + 1.
 
-    Their embeddings have a method that numbers the positions of such rows; the other method of its kind,
-    which reads token ids, is a function of the module in some families (MPNet, Longformer, ESM, LUKE).
+    Their embeddings have a method that numbers the positions of input embeddings. Its counterpart for token
+    ids is a module-level function in some families (MPNet, Longformer, ESM, LUKE).
     """
     embeddings = getattr(model, "embeddings", None)
     counts = hasattr(embeddings, "create_position_ids_from_inputs_embeds")
@@ -248,7 +249,7 @@ def _attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "lines tokens heads width"], None]:
-    """Attention over padded or packed rows, in the signature of transformers' AttentionInterface."""
+    """Compute attention over padded or packed rows; the signature is of transformers' AttentionInterface."""
     packing: Packing | None = kwargs.pop("packing", None)
     if packing is None:
         result: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
@@ -266,18 +267,18 @@ def _attend(
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not VARLEN_KNOWS_GROUPS:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    given: dict[str, Any] = {"enable_gqa": groups > 1} if VARLEN_KNOWS_GROUPS else {}
+    arguments: dict[str, Any] = {"enable_gqa": groups > 1} if VARLEN_KNOWS_GROUPS else {}
     out = varlen_attn(
         *(q, k, v, offsets, offsets, longest, longest),
         window_size=(reach, 0 if causal else reach),
         scale=kwargs.get("scaling"),
-        **given,
+        **arguments,
     )
     assert isinstance(out, Tensor)
     return out[None], None
 
 
-# Lengths change with every batch: a compiled loop over them would be compiled again each time.
+# Lengths change with every batch: a compiled loop over them would be recompiled each time.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_equal_lengths(
     query: Float[Tensor, "1 heads total width"],
@@ -291,16 +292,17 @@ def _attend_equal_lengths(
     dropout: float = 0.0,
     **_: Any,
 ) -> Float[Tensor, "total heads width"]:
-    """Dense attention for each run of neighbouring rows of equal length.
+    """Compute dense attention for each run of neighbouring rows of equal length.
 
-    3.5 times as fast as copying rows into a padded block and back (two cores, 32 rows of 10 to 96 tokens),
-    and it needs no mask.
+    This is 3.5 times as fast as copying rows into a padded block and back (two cores, 32 rows of 10 to 96
+    tokens), and it needs no mask.
     """
     runs = [(length, len(list(rows))) for length, rows in groupby(packing.lengths)]
-    # Split along tokens, the memory order of the layers' outputs: gradients are concatenated without a copy.
+    # Lines are split along tokens, the memory order of the layers' outputs: gradients are then concatenated
+    # without a copy.
     lines = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     sizes = [length * rows for length, rows in runs]
-    # A line that is one run is not split: the gradient of a split is a copy.
+    # A line with one run is not split: the gradient of a split is a copy.
     split = (line.split(sizes) if len(sizes) > 1 else [line] for line in lines)
     outs = []
     for (length, rows), *parts in zip(runs, *split, strict=True):
@@ -319,7 +321,7 @@ def _attend_equal_lengths(
 
 
 def _half_precision(query: Tensor) -> torch.dtype | None:
-    """Return the dtype of the variable-length kernel for `query`; None if the kernel does not support it."""
+    """Return the dtype of `query` in the variable-length kernel; None if the kernel does not support it."""
     if query.device.type != "cuda" or query.shape[-1] > 256 or query.shape[-1] % 8:
         return None
     if query.dtype in (torch.float16, torch.bfloat16):
@@ -330,7 +332,7 @@ def _half_precision(query: Tensor) -> torch.dtype | None:
 def _window_mask(
     length: int, window: int, causal: bool, device: torch.device
 ) -> Bool[Tensor, "tokens tokens"]:
-    """Return which token (row) sees which (column) if all look back, and ahead unless causal, < `window`."""
+    """Return which token (row) attends to which (column): distances < `window`, backwards only if causal."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     return (distance >= 0) & (distance < window) if causal else distance.abs() < window

@@ -1,9 +1,9 @@
-"""Model cards: Markdown with a YAML head as the Hugging Face hub reads it.
+"""Model cards: Markdown with a YAML head that the Hugging Face hub reads.
 
     tower_card    one tower of an artifact: base model, data, losses and sizes from the artifacts' manifests
     router_card   a student and its teacher in one folder: their use, their sizes, measured quality
 
-Their texts are templates of :mod:`scalingnote.core.reports`. Unknown facts are left out.
+The texts are templates of :mod:`scalingnote.core.reports`. Unknown facts are left out.
 """
 
 import json
@@ -52,8 +52,8 @@ def tower_card(
 ) -> str:
     """Return the card of one tower of an artifact.
 
-    `facts` are the tower's tower.json and `whole`, whether its folder holds a complete model; `ancestors` the
-    manifests of the artifacts that it was made from, by kind, as far as they still exist.
+    `facts` are the tower's tower.json and `whole`, whether its folder holds a complete model; `ancestors` are
+    the existing manifests, by kind, of the artifacts that it was made from.
     """
     config, role, teacher = manifest.config, facts["role"], ancestors.get("dual_encoder")
     trained, table = "losses" in config, facts.get("kind") == "lookup"
@@ -82,7 +82,7 @@ def tower_card(
         boundary=BOUNDARY,
         training=_training(manifest, facts, ancestors.get("dataset")) if trained else None,
         settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
-        # Of a student, that of its teacher, whose documents it finds.
+        # A student has the similarity of its teacher, because it finds the teacher's documents.
         similarity="cosine" if teacher is None else teacher.info.get("similarity", "cosine"),
         path=base_model,
         prompt=json.dumps(facts.get("prompt"), ensure_ascii=False),
@@ -94,7 +94,7 @@ def tower_card(
 
 
 def _base_model(config: Mapping[str, Any], role: str) -> str | None:
-    """Return the path of a trained tower's backbone; a token-wise tower may have the documents'."""
+    """Return the path of a trained tower's backbone; a token-wise tower may use that of documents."""
     settings = config["student" if "student" in config and role == "query" else role]
     if settings.get("kind") == "token_wise" and settings["backbone"] is None:
         settings = config["document"]
@@ -103,14 +103,14 @@ def _base_model(config: Mapping[str, Any], role: str) -> str | None:
 
 
 def _training(manifest: Manifest, facts: Mapping[str, Any], dataset: Manifest | None) -> list[str]:
-    """Return what is known of a tower's training beside its settings, a line per fact."""
+    """Return facts of a tower's training that are not settings, one per line."""
     distilled = "student" in manifest.config
     lines = [f"Stage: {'distilled from a teacher query tower' if distilled else 'contrastive, both towers'}"]
     if facts.get("kind") == "lookup":
         lines.append(f"Table: {table_description(facts)}")
     lines.append(f"Data: {', '.join(f'{count:,} {name}' for name, count in manifest.counts.items())}")
     if dataset is None:
-        return [*lines, "Dataset: its artifact did not exist any more when this card was written"]
+        return [*lines, "Dataset: its artifact had been deleted when this card was written"]
     name = dataset.info.get("description") or dataset.config.get("name") or "see the dataset artifact"
     clicks = "simulated from judged data" if dataset.info.get("simulated_clicks") else "as logged"
     return [*lines, f"Dataset: {name}", f"Clicks: {clicks}"]
@@ -118,37 +118,37 @@ def _training(manifest: Manifest, facts: Mapping[str, Any], dataset: Manifest | 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts of a router's card that its folders do not contain; each may be unknown."""
+    """Facts of a router's card that are not in its folders; each may be unknown."""
 
     base_model: str | None = None  # hub id of the teacher
-    lessons: int | None = None  # texts that the student was trained on
+    lessons: int | None = None  # number of texts that the student was trained on
     made: str | None = None  # a sentence on how the student was trained
-    lengths: str = ""  # what of the documents was longer than the teacher reads
+    lengths: str = ""  # in words, how long documents were divided or cut
     agreement: Mapping[str, float] = field(default_factory=dict)  # measure -> value, of student and teacher
 
 
 def router_card(folder: Path, *, teacher: Path | None, reference: str | None, facts: CardFacts) -> str:
     """Return the card of a folder that :func:`scalingnote.models.publish.write_router` wrote.
 
-    The card in `teacher`, where the modules of documents came from, states license and language; `reference`
-    is the name that the document model is loaded by, None if it was copied. Without a teacher the folder has
-    queries alone.
+    `teacher` is the folder that the modules of documents came from. `reference` is the name by which the
+    document model is loaded, None if it was copied. The card in the referenced folder, else in `teacher`,
+    states license and language. Without a teacher the folder encodes only queries.
     """
     roles: tuple[Role, ...] = ("query",) if teacher is None else ("query", "document")
     routes = {role: read_modules(folder, role) or [] for role in roles}
     columns = [_route_column(folder, role, routes[role], reference) for role in roles]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     is_table = routes["query"][0].name in TABLES
-    # A reference that is no folder is a hub id, perhaps with a revision.
+    # A reference that is not a folder is a hub id, perhaps with a revision.
     is_folder = reference is not None and Path(reference).is_dir()
     source = Path(reference) if reference and is_folder else teacher
     readme = None if source is None else source / "README.md"
-    stated: Mapping[str, Any] = (metadata_load(readme) or {}) if readme and readme.exists() else {}
+    teacher_card: Mapping[str, Any] = (metadata_load(readme) or {}) if readme and readme.exists() else {}
     base = facts.base_model or (reference.partition("@")[0] if reference and not is_folder else None)
     tags = ["sentence-transformers", "sentence-similarity", "feature-extraction", "dense-retrieval"]
     head = ModelCardData(
-        language=stated.get("language"),
-        license=stated.get("license"),
+        language=teacher_card.get("language"),
+        license=teacher_card.get("license"),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
         base_model=[base] if base else None,
@@ -197,14 +197,21 @@ def _student(route: Sequence[Module]) -> str:
 
 def _teacher(reference: str | None, facts: CardFacts) -> str:
     name = facts.base_model or reference
-    how = "which is loaded by its name" if reference else "a copy of which is part of this folder"
+    how = "which is loaded by its name" if reference else "which is copied into this folder"
     return f"`{name}`, {how}" if name else f"their teacher, {how}"
 
 
 def _route_column(folder: Path, role: Role, route: Sequence[Module], reference: str | None) -> dict[str, str]:
-    """Return one column of the table of routes; a referenced document model has no size."""
-    own = [module for module in route if module.folder.is_relative_to(folder) and module.folder != folder]
-    size = sum(path.stat().st_size for module in own for path in module.folder.rglob("*") if path.is_file())
+    """Return one column of the table of routes; the size of a referenced document model is left out."""
+    copied_modules = [
+        module for module in route if module.folder.is_relative_to(folder) and module.folder != folder
+    ]
+    size = sum(
+        path.stat().st_size
+        for module in copied_modules
+        for path in module.folder.rglob("*")
+        if path.is_file()
+    )
     prompt = role_prompt(folder, role)
     return {
         "modules": ", ".join(module.name.rpartition(".")[2] for module in route),
@@ -215,14 +222,14 @@ def _route_column(folder: Path, role: Role, route: Sequence[Module], reference: 
 
 
 def _token_limit(folder: Path) -> str:
-    """Return how many tokens the first module of a route reads of a text."""
+    """Return the maximum tokens of a text in the first module of a route, in words."""
     settings = read_json(folder / "sentence_bert_config.json")
-    if settings is not None:  # of a transformer, whose tokenizer.json does not limit the length
+    if settings is not None:  # a transformer: its tokenizer.json does not limit the length
         tokenizer = read_json(folder / "tokenizer_config.json") or {}
         limits = [settings.get("max_seq_length"), tokenizer.get("model_max_length")]
     else:
-        tower, named = (read_json(folder / name) or {} for name in ("tower.json", "config.json"))
+        tower, config = (read_json(folder / name) or {} for name in ("tower.json", "config.json"))
         truncation = (read_json(folder / "tokenizer.json") or {}).get("truncation") or {}
-        limits = [tower.get("max_length"), named.get("max_seq_length"), truncation.get("max_length")]
+        limits = [tower.get("max_length"), config.get("max_seq_length"), truncation.get("max_length")]
     limit = next((limit for limit in limits if limit), None)
     return f"{limit:,}" if limit and limit < _NO_TOKEN_LIMIT else "as the model allows"

@@ -1,4 +1,4 @@
-"""A cross-encoder with two pooled states: proxies of the query's and the document's embedding.
+"""A cross-encoder with two pooled states: proxies of the embeddings of query and document.
 
     [CLS] query [SEP] document [SEP]       one row, bidirectional attention
     special    query: the state at [CLS]; document: at the [SEP] between them       (EmbedDistill, Eq. 14)
@@ -6,9 +6,8 @@
     score      <query, document> / sqrt(dim)
 
 The factor 1 / sqrt(dim) keeps the scores of wide models in a range in which a softmax has gradients; it
-changes no ranking. The query or the document of a row may be empty: the document's proxy beside an empty
-query is a query-independent embedding. The proxy of an empty segment is zero with `segments` and has no
-meaning.
+changes no ranking. The query or the document of a row may be empty: with an empty query, the document's proxy
+is a query-independent embedding. The proxy of an empty segment has no meaning; with `segments` it is zero.
 """
 
 import math
@@ -33,7 +32,7 @@ from scalingnote.models.heads import Projection
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, without_limits
 
 FACTS = "cross_encoder.json"
-_CHUNK_TOKENS = 2048  # of the logits [tokens, vocabulary] that are in memory at a time
+_CHUNK_TOKENS = 2048  # rows of the logits [tokens, vocabulary] that are in memory at a time
 ProxyPooling = Literal["special", "segments"]
 
 
@@ -57,17 +56,17 @@ class CrossEncoder(nn.Module):
 
         Args:
             backbone: a bidirectional model with [CLS] and [SEP] tokens.
-            pooling: of the proxies (see the module's docstring).
+            pooling: pooling of the proxies (see the module's docstring).
             dim: width of the proxies; None: that of the states, without projections.
-            query_length: tokens of a query, with [CLS] and [SEP].
-            document_length: tokens of a document, counted likewise.
+            query_length: maximum tokens of a query, with [CLS] and [SEP].
+            document_length: maximum tokens of a document, with [CLS] and [SEP].
             template: document template of title, topic and content, without placeholders.
             attend: attention implementation.
-            reconstruct: whether to add a decoder that predicts each token from its state, as an extra loss.
-            seed: of the projections.
+            reconstruct: whether to add a decoder that predicts each token from its state, for an extra loss.
+            seed: seed of the projections.
 
         Raises:
-            ConfigError: the backbone is causal, lacks the tokens, or reads fewer tokens than a pair has.
+            ConfigError: the backbone is causal, lacks these tokens, or reads fewer tokens than a pair has.
         """
         super().__init__()
         if backbone.causal or backbone.special.first is None or backbone.special.end is None:
@@ -87,7 +86,7 @@ class CrossEncoder(nn.Module):
         self.query, self.document = (_projection(backbone.hidden, dim, seed=seed + i) for i in range(2))
         self.decoder: nn.Linear | None = None
         if reconstruct:
-            # A copy of the input table, not tied to it: sharding gathers the weights of one module at a time.
+            # A copy of the input table, not tied to it: sharding gathers weights of one module at a time.
             self.decoder = nn.Linear(backbone.hidden, self.token_embeddings.num_embeddings, bias=False)
             self.decoder.weight.data.copy_(self.token_embeddings.weight)
         tokens = without_limits(backbone.raw_tokenizer)
@@ -102,13 +101,13 @@ class CrossEncoder(nn.Module):
 
     @property
     def token_embeddings(self) -> nn.Embedding:
-        """The backbone's input table, a row per token of the vocabulary."""
+        """The backbone's input table, one row per token of the vocabulary."""
         table = self.backbone.get_input_embeddings()  # type: ignore[operator]
         assert isinstance(table, nn.Embedding)
         return table
 
     def forward(self, batch: Batch) -> Float[Tensor, "pairs 1 width"]:
-        """Return query proxy, document proxy and, with `reconstruct`, the token loss, concatenated."""
+        """Return query proxy, document proxy and, with `reconstruct`, token loss, concatenated."""
         batch, order = batch.for_model(pad=self.pad, packed=self.packs)
         states = self._states(batch)
         columns = [*self._proxies(states, batch)]
@@ -132,7 +131,7 @@ class CrossEncoder(nn.Module):
     def _proxies(
         self, states: Float[Tensor, "tokens hidden"], batch: Batch
     ) -> tuple[Float[Tensor, "pairs dim"], Float[Tensor, "pairs dim"]]:
-        # Autocast would round the proxies, and losses compare small differences.
+        # Autocast would round the proxies, but losses compare small differences.
         with torch.autocast(states.device.type, enabled=False):
             if self.pooling == "special":
                 lengths = batch.row_lengths
@@ -146,12 +145,12 @@ class CrossEncoder(nn.Module):
     def _reconstruction_losses(
         self, states: Float[Tensor, "tokens hidden"], batch: Batch
     ) -> Float[Tensor, " pairs"]:
-        """Return each row's mean negative log likelihood of its words, each predicted from its own state."""
+        """Return the mean negative log likelihood of each row's words, predicted from their own states."""
         row, segments = _segment_tokens(batch)
         at = torch.cat([segment.nonzero()[:, 0] for segment in segments])
         ids = batch.flatten(batch.ids)[at]
         chunks = [
-            # Logits over the vocabulary are recomputed in the backward pass: they are too large to store.
+            # Logits over the vocabulary are too large to store, so the backward pass recomputes them.
             checkpoint(self._token_losses, states[chunk], chunk_ids, use_reentrant=False)
             for chunk, chunk_ids in zip(at.split(_CHUNK_TOKENS), ids.split(_CHUNK_TOKENS), strict=True)
         ]
@@ -164,7 +163,7 @@ class CrossEncoder(nn.Module):
         return F.cross_entropy(self.decoder(states).float(), ids, reduction="none")
 
     def save(self, folder: Path) -> None:
-        """Write a folder that :meth:`load` reads. The decoder is only used in training and is left out."""
+        """Write a folder that :meth:`load` reads, without the decoder, which is only used in training."""
         folder.mkdir(parents=True, exist_ok=True)
         self.backbone.save_pretrained(folder)  # type: ignore[operator]
         self.tokenizer.save_pretrained(folder)
@@ -184,7 +183,7 @@ class CrossEncoder(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, *, dtype: torch.dtype = torch.float32) -> "CrossEncoder":
-        """Read a folder of :meth:`save`, the backbone in `dtype`; ArtifactError when it is not one."""
+        """Read a folder of :meth:`save`, the backbone in `dtype`; raise ArtifactError if it is not one."""
         facts = read_json(folder / FACTS)
         if facts is None:
             raise ArtifactError(f"{folder} is not a cross-encoder: {FACTS} is missing")
@@ -200,12 +199,12 @@ class CrossEncoder(nn.Module):
 
 
 def with_placeholder(template: str) -> str:
-    """Return the template with the placeholder that document prompts need; :func:`pair` drops its token."""
+    """Add the placeholder that document prompts need to a template; :func:`pair` drops its token."""
     return f"{template}[EMB]"
 
 
 def pair(query: TokenRow, document: TokenRow) -> TokenRow:
-    """Join a query's row and a document's; the positions are those of [CLS] and the [SEP] between them."""
+    """Join the rows of a query and a document; positions are those of [CLS] and the [SEP] between them."""
     body = [id for at, id in enumerate(document.ids) if at and at not in document.positions]
     return TokenRow([*query.ids, *body], [0, len(query.ids) - 1])
 
@@ -218,7 +217,7 @@ def scores(
 
 
 def _segment_tokens(batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the row of every token, and two masks: of the query's words and of the document's."""
+    """Return the row of every token, and two masks: words of the query, and words of the document."""
     lengths = batch.row_lengths
     row = torch.repeat_interleave(torch.arange(len(batch), device=lengths.device), lengths)
     at = torch.arange(len(row), device=lengths.device) - (lengths.cumsum(0) - lengths)[row]
@@ -227,7 +226,7 @@ def _segment_tokens(batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
 
 
 def _token_types(batch: Batch) -> Tensor:
-    """Return 0 for the query with its [CLS] and [SEP] and 1 for the document, as BERT is pretrained."""
+    """Return 0 for the query with its [CLS] and [SEP] and 1 for the document, as in BERT's pretraining."""
     if batch.packing is None:
         return (torch.arange(batch.ids.shape[1], device=batch.ids.device) > batch.positions[:, 1:2]).long()
     row, _ = _segment_tokens(batch)

@@ -40,7 +40,7 @@ QueryConfig = TowerConfig | LookupConfig | TokenWiseConfig
 
 
 class DualEncoder(nn.Module):
-    """A query tower and a document tower. One module, so that data-parallel wrappers see one forward pass."""
+    """A query tower and a document tower in one module, because data-parallel wrappers need one forward."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DualEncoder(nn.Module):
         return self.encode("query", queries)[:, 0], self.encode("document", documents)
 
     def encode(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
-        """Return float32 embeddings of rows by the tower `name`, not normalised. Queries have one view."""
+        """Return float32 embeddings of rows by the tower `name`, not normalised; queries have one view."""
         tower: nn.Module = {"query": self.query, "document": self.document}[name]
         return tower(rows)  # type: ignore[no-any-return]
 
@@ -71,7 +71,7 @@ class DualEncoder(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "DualEncoder":
-        """Read a folder written by :meth:`save`; ArtifactError if it holds no dual encoder."""
+        """Read a folder written by :meth:`save`; raise ArtifactError if it holds no dual encoder."""
         document = load_tower(folder / "document")
         sparse = SparseQuery.load(folder / "sparse_query") if document.sparse else None
         return cls(load_query_tower(folder / "query"), document, sparse)
@@ -92,70 +92,75 @@ def build(
     """Build the towers of two configs, ready to train.
 
     Args:
-        query: of the query tower.
-        document: of the document tower.
+        query: config of the query tower.
+        document: config of the document tower.
         dim: width of the embeddings.
-        tokenizers: tokenizer JSON by "query" and "document", of the towers that start from scratch.
-        seed: of new weights.
-        share_base: whether two towers with adapters on equal backbones hold the frozen weights once.
+        tokenizers: tokenizer JSON by "query" and "document", for the towers that start from scratch.
+        seed: seed of new weights.
+        share_base: whether two towers with adapters on equal backbones share the frozen weights.
         share_backbone: whether a token_wise query tower uses the document tower's backbone with its adapter.
         sparse: whether the document tower gets a sparse head.
-        document_seed: of a document tower that starts from scratch; None: `seed`. With equal weights in both
-            towers, equal tokens of query and document match, which finds documents before any training.
+        document_seed: seed of a document tower that starts from scratch; None: `seed`. With equal weights in
+            both towers, equal tokens of query and document match, which finds documents before any training.
 
     Raises:
         ConfigError: the configs do not fit together, or a model cannot be loaded.
     """
     if share_backbone and document.attention == "flash_attention_2":
         raise ConfigError(
-            "flash_attention_2 takes no mask of blocks: leave document.attention at auto, or give the "
-            "token_wise query tower a backbone of its own"
+            "flash_attention_2 takes no mask of blocks: leave document.attention at auto, or configure a "
+            "separate backbone for the token_wise query tower"
         )
     query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
     query_backbone = document_backbone = None
     may_share = share_base and not share_backbone and query_json == document_json
     if may_share and _have_one_base(query, document):
         query_backbone, document_backbone = _shared_base(document, tokenizer_json=document_json, seed=seed)
-    # A pretrained tower draws its projection alone, which both must share to stay comparable.
-    own_seed = document_seed if isinstance(document.backbone, Scratch) else None
-    made = build_tower(
+    # A pretrained tower draws only its projection, which must be equal in both towers to be comparable.
+    scratch_seed = document_seed if isinstance(document.backbone, Scratch) else None
+    document_tower = build_tower(
         document,
         role="document",
         dim=dim,
         tokenizer_json=document_json,
-        seed=seed if own_seed is None else own_seed,
+        seed=seed if scratch_seed is None else scratch_seed,
         backbone=document_backbone,
         sparse=sparse,
     )
     query_tower: Tower | LookupTower | TokenWise
     if share_backbone:
         assert isinstance(query, TokenWiseConfig)
-        backbone = _with_own_tokenizer(made.backbone, made.tokenizer, made.causal)
+        backbone = _with_own_tokenizer(
+            document_tower.backbone, document_tower.tokenizer, document_tower.causal
+        )
         query_tower = _token_wise(backbone, query, dim=dim, seed=seed)
     else:
         query_tower = build_query_tower(
             query, dim=dim, tokenizer_json=query_json, seed=seed, backbone=query_backbone
         )
-    for side in (query_tower, made):
+    for side in (query_tower, document_tower):
         if isinstance(side, PublishedTower):
             _compare_by_cosine(side)
-    return DualEncoder(query_tower, made)
+    return DualEncoder(query_tower, document_tower)
 
 
-def _compare_by_cosine(made: PublishedTower) -> None:
-    """Make the cosine the similarity of a published model that is to be trained: the losses compare by it."""
-    model = made.native
+def _compare_by_cosine(tower: PublishedTower) -> None:
+    """Set the similarity of a published model that will be trained to cosine, which the losses use."""
+    model = tower.native
     if model.similarity != "cosine" and not model.unit:
-        shown = model.source, model.similarity
-        log.warning("%s compares embeddings by %s: stage I trains them to be compared by cosine", *shown)
-    made.native = replace(model, similarity="cosine")
+        facts = model.source, model.similarity
+        log.warning(
+            "%s compares embeddings by %s: stage I trains them for comparison by cosine",
+            *facts,
+        )
+    tower.native = replace(model, similarity="cosine")
 
 
 def _have_one_base(query: QueryConfig, document: TowerConfig) -> bool:
-    """Return whether two towers can share a frozen backbone: equal and equally stored, both with adapters."""
+    """Return whether two towers can share a frozen backbone: equal, equally stored, both with adapters."""
     if isinstance(query, LookupConfig) or query.lora is None or document.lora is None:
         return False
-    # The table of a tower with placeholders has rows for them, a published model's has none.
+    # The table of a tower with placeholders has rows for them, that of a published model does not.
     has_placeholders = isinstance(query, TokenWiseConfig) or query.pooling == "placeholders"
     return (
         has_placeholders == (document.pooling == "placeholders")
@@ -176,16 +181,16 @@ def _shared_base(config: TowerConfig, *, tokenizer_json: str | None, seed: int) 
 
 
 def _with_own_tokenizer(model: nn.Module, tokenizer: PreTrainedTokenizerFast, causal: bool) -> Backbone:
-    """Return a second backbone: each tower changes padding and truncation of its tokenizer."""
+    """Return a backbone with a copy of `tokenizer`: each tower changes its padding and truncation."""
     return Backbone(model, copy.deepcopy(tokenizer), causal)
 
 
 def build_query_tower(
     config: QueryConfig, *, dim: int, tokenizer_json: str | None, seed: int, backbone: Backbone | None = None
 ) -> Tower | LookupTower | TokenWise:
-    """Build a query tower of any kind, ready to train; arguments and errors as of :func:`build_tower`.
+    """Build a query tower of any kind, ready to train; see :func:`build_tower` for arguments and errors.
 
-    A lookup tower takes no `backbone`; a token_wise one whose config has none needs it.
+    A lookup tower ignores `backbone`; a token_wise tower needs it if its config has no backbone.
     """
     if isinstance(config, LookupConfig):
         return lookup.build(config, dim=dim, tokenizer_json=tokenizer_json, seed=seed)
@@ -198,9 +203,9 @@ def build_query_tower(
 
 
 def _token_wise(backbone: Backbone, config: TokenWiseConfig, *, dim: int, seed: int) -> TokenWise:
-    made = TokenWise(backbone, config, dim=dim)
-    made.projection.start(config, seed=seed)
-    return made
+    tower = TokenWise(backbone, config, dim=dim)
+    tower.projection.start(config, seed=seed)
+    return tower
 
 
 def build_tower(
@@ -216,13 +221,13 @@ def build_tower(
     """Build a transformer tower of any kind, ready to train.
 
     Args:
-        config: the tower. Two towers of one config and seed start from the same backbone weights.
+        config: config of the tower. Two towers with equal config and seed start from equal backbone weights.
         role: which texts the tower reads.
         dim: width of the embeddings.
         tokenizer_json: tokenizer of a backbone from scratch.
-        seed: of new weights.
-        backbone: used instead of the config's, without an adapter.
-        sparse: whether the tower gets a sparse head: the checkpoint's own language-model head, with the
+        seed: seed of new weights.
+        backbone: used instead of the config's; without an adapter.
+        sparse: whether the tower gets a sparse head: the checkpoint's language-model head, with the
             transform of a masked language model, or the rows of the input table.
 
     Raises:
@@ -235,21 +240,21 @@ def build_tower(
     reads_tokens = config.reads == "tokens"
     if reads_tokens and (role == "query" or sparse):
         raise ConfigError(
-            "reads=tokens is of documents without term weights: set query.kind to token_wise, and leave "
+            "reads=tokens is for documents without term weights: set query.kind to token_wise, and leave "
             "train.sparse out"
         )
     _warn_of_embedding_model(config, role)
     backbone = _start_backbone(config, role, tokenizer_json=tokenizer_json, seed=seed, backbone=backbone)
     head = _sparse_head(config) if sparse else None
-    made = _assemble(backbone, config, role=role, dim=dim, sparse=head)
-    made.projection.start(config, seed=seed)
-    return made
+    tower = _assemble(backbone, config, role=role, dim=dim, sparse=head)
+    tower.projection.start(config, seed=seed)
+    return tower
 
 
 def _assemble(
     backbone: Backbone, config: TowerConfig, *, role: Role, dim: int, sparse: SparseHead | None
 ) -> Tower:
-    """Return a tower whose projection is not set yet."""
+    """Return a tower with uninitialised weights of its projection."""
     projection = Projection(backbone.hidden, dim)
     if config.reads == "tokens":
         return TokenDocumentTower(backbone, config, projection)
@@ -265,12 +270,12 @@ def _start_backbone(
     seed: int,
     backbone: Backbone | None,
 ) -> Backbone:
-    """Return `backbone`, else the config's, with the adapter that the config asks for."""
+    """Return `backbone`, or else the config's, with the adapter of the config."""
     if backbone is None:
         assert config.backbone is not None, "this tower is built on the document tower's backbone"
         backbone = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
     if config.lora is not None:
-        # Queries contain no placeholders, so their new rows would have nothing to learn from.
+        # Queries contain no placeholders, so the rows of new tokens would get no gradients.
         ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
         tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
         add_adapter(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
@@ -278,14 +283,14 @@ def _start_backbone(
 
 
 def _warn_of_embedding_model(config: TowerConfig, role: Role) -> None:
-    """Warn of files of sentence-transformers in the backbone's folder that placeholders replace unasked."""
+    """Log a warning if placeholders replace the sentence-transformers settings of the backbone's folder."""
     source = config.backbone
     if "pooling" in config.model_fields_set or not isinstance(source, Pretrained):
         return
     if (Path(source.path) / "modules.json").exists():
         log.warning(
             "%s is an embedding model with its own pooling and prompts, which placeholders replace: set "
-            "train.%s.pooling to auto to start from what it learnt, or to placeholders if that is meant",
+            "train.%s.pooling to auto to start from its embeddings, or to placeholders to confirm this",
             source.path,
             role,
         )
@@ -298,7 +303,7 @@ def _sparse_head(config: TowerConfig) -> SparseHead:
 
 
 def load_query_tower(folder: Path) -> Tower | LookupTower:
-    """Read a saved query tower of any kind; ArtifactError if the folder holds none."""
+    """Read a saved query tower of any kind; raise ArtifactError if the folder holds none."""
     is_table = (read_json(folder / "tower.json") or {}).get("kind") == "lookup"
     return LookupTower.load(folder) if is_table else load_tower(folder)
 
@@ -306,8 +311,8 @@ def load_query_tower(folder: Path) -> Tower | LookupTower:
 def load_tower(folder: Path, role: Role | None = None, *, dtype: torch.dtype = torch.float32) -> Tower:
     """Read a saved transformer tower of any kind, or, with `role`, a model that sentence-transformers reads.
 
-    `dtype` is of the backbone's weights; what is behind the backbone, and buffers, are float32.
-    ArtifactError if the folder holds no tower; ConfigError as :func:`published_tower.open_published`.
+    `dtype` is that of the backbone's weights; layers after the backbone and buffers are float32. Raise
+    ArtifactError if the folder holds no tower, and ConfigError like :func:`published_tower.open_published`.
     """
     facts = read_json(folder / "tower.json")
     if facts is None and role:
@@ -332,7 +337,7 @@ def load_tower(folder: Path, role: Role | None = None, *, dtype: torch.dtype = t
 
 
 def _load_own(folder: Path, facts: Mapping[str, Any], dtype: torch.dtype) -> Tower:
-    """Read a tower that was built here, the backbone in `dtype`; `facts` is its tower.json."""
+    """Read a tower of this package with its backbone in `dtype`; `facts` is its tower.json."""
     weight = load_file(folder / "projection.safetensors")["weight"]
     reads: Any = "tokens" if facts.get("kind") == TokenDocumentTower.kind else "text"
     config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"], reads=reads)

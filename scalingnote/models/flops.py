@@ -1,12 +1,12 @@
-"""Parameters and floating-point operations of transformers, from the few numbers that define their shape.
+"""Parameters and floating-point operations of transformers, computed from the sizes in their configs.
 
     config.json, a scratch backbone or a published name ─► Shape ─► parameters
     Shape, tokens, LoRA, recomputation ─► Work of a training step
 
-No model is built and torch is not imported, so sizing a 7B model takes microseconds. Parameter counts are
-exact. A multiply-add counts as two operations. Only matrix products count: norms, activations and softmax are
-below a hundredth of them. Recomputation that only saves memory is counted separately, so that utilisation can
-be reported without it (MFU) or with it (HFU).
+No model is built and torch is not imported, so computing the size of a 7B model takes microseconds. Parameter
+counts are exact. A multiply-add counts as two operations. Only matrix products count: norms, activations and
+softmax are less than 1% of them. Recomputation that only saves memory is counted separately, so that
+utilisation can be reported without it (MFU) or with it (HFU).
 """
 
 import json
@@ -21,7 +21,7 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.models.config import Lora, Pretrained, Scratch
 
 PLACEHOLDER_TOKENS = 3  # added to the vocabulary of a backbone from scratch
-# What config.json of published models says of their shape; models tuned to instructions have the same one.
+# Sizes in config.json of published models; models tuned to instructions have the same ones.
 PUBLISHED_SETTINGS: Mapping[str, Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("published_shapes.json").read_text(encoding="utf-8")
 )
@@ -43,12 +43,12 @@ class Shape:
     causal: bool = True
     gated: bool = True  # three feed-forward matrices (SwiGLU), not two
     qkv_bias: bool = False
-    other_bias: tuple[bool, bool] = (False, False)  # of attention's output, of the feed-forward part
+    other_bias: tuple[bool, bool] = (False, False)  # of attention's output and of the feed-forward part
     qk_norm: bool = False
     layer_norm: bool = False  # LayerNorm has a bias, RMSNorm none
     positions: int = 0  # rows of a learned position table
     token_types: int = 0
-    distance_buckets: int = 0  # of MPNet's attention bias by the distance of two tokens, one for all layers
+    distance_buckets: int = 0  # of MPNet's attention bias, which depends on distance; one for all layers
 
     @property
     def query_width(self) -> int:
@@ -61,7 +61,7 @@ class Shape:
         return self.kv_heads * self.head_dim
 
     def matrices(self) -> list[tuple[int, int, bool]]:
-        """Return the linear maps of one layer: input width, output width, whether it has a bias."""
+        """Return the linear maps of one layer: input width, output width, whether the map has a bias."""
         query, kv = self.query_width, self.kv_width
         out_bias, ff_bias = self.other_bias
         attention = [(self.hidden, width, self.qkv_bias) for width in (query, kv, kv)]
@@ -84,12 +84,12 @@ class Shape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Rows of the token, position and token type tables."""
+        """Parameters of the token, position and token type tables."""
         return (self.vocabulary + self.positions + self.token_types) * self.hidden
 
     @property
     def non_embedding_parameters(self) -> int:
-        """Parameters outside of the tables, the N of scaling laws."""
+        """Parameters without those of the tables, the N of scaling laws."""
         biases = self.distance_buckets * self.heads
         last_norm = self._norm  # one norm before or after all layers
         return self.layers * self.layer_parameters + last_norm + biases
@@ -113,8 +113,8 @@ def adapter_parameters(shape: Shape, lora: Lora) -> int:
 def backbone_shape(backbone: Pretrained | Scratch) -> Shape:
     """Return the shape of a tower's backbone without downloading it.
 
-    Of a pretrained one, config.json is looked for in its folder, then in Hugging Face's cache, then in
-    published_shapes.json. ConfigError if it is in none of them, or the architecture is not supported.
+    The config of a pretrained backbone is read from its folder, else from Hugging Face's cache, else from
+    published_shapes.json. Raise ConfigError if it is in none of them or the architecture is not supported.
     """
     if isinstance(backbone, Pretrained):
         shape = _pretrained_shape(backbone.path)
@@ -143,7 +143,7 @@ def model_shape(model: Any) -> Shape | None:
 def settings_shape(settings: Mapping[str, Any], *, source: str) -> Shape:
     """Return the shape that the content of a Hugging Face ``config.json`` describes.
 
-    ConfigError, which names the `source`, if a number is missing or the architecture is not supported.
+    Raise ConfigError, with the `source`, if a number is missing or the architecture is not supported.
     """
     kind = settings.get("model_type")
     try:
@@ -172,8 +172,8 @@ def settings_shape(settings: Mapping[str, Any], *, source: str) -> Shape:
     except KeyError as error:
         raise ConfigError(f"{source}: no {error} in the model's config") from None
     if kind not in _DECODERS:
-        known = ", ".join(sorted(_DECODERS | _ENCODERS))
-        raise ConfigError(f"{source}: the shape of {kind!r} is not known here, only {known}")
+        supported = ", ".join(sorted(_DECODERS | _ENCODERS))
+        raise ConfigError(f"{source}: the shape of {kind!r} is not known, only those of {supported}")
     attention_bias = bool(settings.get("attention_bias"))
     return Shape(
         **size,
@@ -197,7 +197,7 @@ def _pretrained_shape(path: str) -> Shape:
         return settings_shape(published, source=path)
     raise ConfigError(
         f"the shape of {path!r} is not known without its config.json: `hf download {path} config.json` once, "
-        "or give a folder that holds one (a dry run reads nothing else of it); known offline: "
+        "or pass a folder that holds one (a dry run reads no other file of it); known offline: "
         + ", ".join(sorted(PUBLISHED_SETTINGS))
     )
 
@@ -229,12 +229,12 @@ class Work:
 
 
 def forward(shape: Shape, *, tokens: float) -> float:
-    """Return the operations of one row of `tokens` tokens in all layers."""
+    """Return the operations of all layers for one row of `tokens` tokens."""
     return _linear(shape, tokens) + _attention(shape, tokens)
 
 
 def of_rows(shape: Shape | None, lengths: Sequence[int]) -> float:
-    """Return the operations of rows of these lengths in all layers; 0 for an unknown shape."""
+    """Return the operations of all layers for rows of these lengths; 0 for an unknown shape."""
     if shape is None:
         return 0.0
     of_length = {length: forward(shape, tokens=float(length)) for length in set(lengths)}
@@ -260,9 +260,9 @@ def row(
     adapters = 2 * tokens * adapter_parameters(shape, lora) if lora else 0.0
     projection = 2.0 * pooled * shape.hidden * dim
     once = linear + attention + adapters + projection
-    # Each product has two gradients. A frozen matrix needs only its input's; attention has two inputs.
+    # Each product has two gradients. A frozen matrix needs only that of its input; attention has two inputs.
     backward = (1 if lora else 2) * linear + 2 * (attention + adapters + projection)
-    # Recomputation stops at the last tensor that is needed: a decoder layer ends in a product that is not.
+    # Recomputation stops at the last tensor that is needed: the last product of a decoder layer is not.
     last = 2.0 * tokens * shape.layers * shape.intermediate * shape.hidden if shape.causal else 0.0
     recomputed = linear + attention + adapters - last if checkpointing else 0.0
     return Work(once, backward, recomputed + (once if grad_cache else 0.0))
@@ -271,8 +271,9 @@ def row(
 def loss(*, rows: int, columns: int, views: int, prefixes: tuple[int, ...], bidirectional: bool) -> Work:
     """Return the work of the scores of a global batch of `rows` queries.
 
-    `columns` are the candidates that a query adds, its positive and its negatives; `views` the embeddings of
-    a document; `prefixes` the Matryoshka dimensions. `bidirectional` scores positives for all queries too.
+    `columns` is the number of candidates that a query adds: its positive and its negatives. `views` is the
+    number of embeddings of a document, `prefixes` are the Matryoshka dimensions. If `bidirectional`,
+    positives are also scored against all queries.
     """
     pairs = rows * rows * (columns + (1 if bidirectional else 0))
     once = 2.0 * views * sum(prefixes) * pairs
@@ -284,6 +285,6 @@ def _linear(shape: Shape, tokens: float) -> float:
 
 
 def _attention(shape: Shape, tokens: float) -> float:
-    """Scores and weighted values: two products, of which a causal model needs half."""
+    """Return the operations of scores and weighted values; a causal model needs half of both products."""
     full = 4.0 * tokens * tokens * shape.layers * shape.query_width
     return full / 2 if shape.causal else full

@@ -2,10 +2,10 @@
 
     pool         flat [tokens, hidden], lengths [rows] -> [rows, hidden]
     Projection   pooled [..., hidden] -> [..., dim], of the towers that are built here
-    Head         pooled [..., hidden] -> dense layers, activations, normalisation -> [..., dim]
+    Head         pooled [..., hidden] -> dense layers, activations, normalisation -> [..., dim], of a
+                 published model
 
-A Head is that of a published model. All results are computed in float32, for any format of the weights,
-because losses compare small differences.
+All results are computed in float32, for any format of the weights, because losses compare small differences.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,10 @@ from scalingnote.models.published_model import HeadStep
 def pool(
     states: Float[Tensor, "tokens hidden"], lengths: Int[Tensor, " rows"], mode: str
 ) -> Float[Tensor, "rows hidden"]:
-    """Pool the states of each row, as sentence-transformers' Pooling does; sums are in float32.
+    """Pool the states of each row, like sentence-transformers' Pooling; sums are in float32.
 
-    Rows are end to end, without padding; `mode` is of :data:`scalingnote.models.published_model.MODES`.
+    Rows are concatenated without padding; `mode` is a key of
+    :data:`scalingnote.models.published_model.MODES`.
     """
     ends = lengths.cumsum(0)
     if mode == "last":
@@ -49,7 +50,7 @@ def pool(
 class Projection(nn.Linear):
     """The linear map W from pooled states to embeddings, without bias (ScalingNote, Eq. 3, 4, 14).
 
-    The weight is cast in this forward pass and not by the caller: ZeRO-3 gathers it for this pass only.
+    The forward pass casts the weight, not the caller, because ZeRO-3 gathers the weight only for this pass.
     """
 
     def __init__(self, hidden: int, dim: int, *, bias: bool = False) -> None:
@@ -63,7 +64,7 @@ class Projection(nn.Linear):
             return F.linear(states.float(), self.weight.float(), bias)
 
     def draw(self, seed: int) -> None:
-        """Draw the weight from N(0, 1 / hidden) with `seed` alone, so that other layers have no effect."""
+        """Draw the weight from N(0, 1 / hidden); it depends only on `seed`, not on other layers."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             self.weight.normal_(0.0, self.in_features**-0.5, generator=generator)
@@ -71,12 +72,12 @@ class Projection(nn.Linear):
     def start(self, config: TowerConfig | TokenWiseConfig, *, seed: int) -> None:
         """Set the weight that training of a tower starts from.
 
-        The states of a pretrained backbone have a meaning, which a random square matrix would lose: they
-        start as they are. "none" is the identity, which learns nothing: states are embeddings, as
-        LightRetriever's are.
+        "auto" starts from the identity if a pretrained backbone is as wide as the embeddings, because a
+        random matrix would lose the meaning of its states. "none" is an identity that is not trained: states
+        are embeddings, as in LightRetriever.
 
         Raises:
-            ConfigError: the projection is "none", and embeddings are not as wide as states.
+            ConfigError: the projection is "none", but embeddings are not as wide as states.
         """
         start, pretrained = config.projection, isinstance(config.backbone, Pretrained)
         square = self.in_features == self.out_features
@@ -102,12 +103,12 @@ class Dense(Projection):
     """A Dense module of sentence-transformers: a linear layer and an activation."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        """`settings` is the module's config.json; ConfigError if the activation is not supported."""
+        """Make a layer from a module's config.json; raise ConfigError if its activation is not supported."""
         super().__init__(settings["in_features"], settings["out_features"], bias=settings.get("bias", True))
         name = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
         if not name.startswith("torch.nn.") or name.rpartition(".")[2] not in _ACTIVATIONS:
             raise ConfigError(
-                f"a dense layer's activation is {name}, which is none of torch.nn's {', '.join(_ACTIVATIONS)}"
+                f"a dense layer's activation is {name}, not one of torch.nn's {', '.join(_ACTIVATIONS)}"
             )
         self.activation: nn.Module = _ACTIVATIONS[name.rpartition(".")[2]]()
         self.settings = settings
@@ -126,10 +127,10 @@ class Normalise(nn.Module):
 
 
 class Head(nn.Sequential):
-    """The dense layers and normalisations of a published model, in its order."""
+    """The dense layers and normalisations of a published model, in their order."""
 
     def __init__(self, layers: Sequence[nn.Module], *, hidden: int, keep: int | None = None) -> None:
-        """`hidden` is the width of pooled states; `keep` the number of leading dimensions kept, or None."""
+        """Make a head for pooled states of width `hidden` that keeps the first `keep` dimensions, or all."""
         super().__init__(*layers)
         dense = [layer for layer in layers if isinstance(layer, Dense)]
         self.hidden, self.keep, self.dim = hidden, keep, dense[-1].out_features if dense else hidden
@@ -148,7 +149,10 @@ class Head(nn.Sequential):
 
 
 def read_head(steps: Sequence[HeadStep], *, hidden: int, keep: int | None = None) -> Head:
-    """Read the head of a published model; ConfigError if a dense layer's files are missing or mismatched."""
+    """Read the head of a published model.
+
+    Raise ConfigError if files of a dense layer are missing or do not match.
+    """
     return Head([_read_layer(step) for step in steps], hidden=hidden, keep=keep)
 
 
@@ -159,8 +163,8 @@ def _read_layer(step: HeadStep) -> nn.Module:
     if settings is None or not path.exists():
         missing = Path("config.json" if settings is None else path).name
         raise ConfigError(
-            f"{step} is a dense layer without {missing}: weights are read from safetensors only, so "
-            "fetch the model again, or convert it"
+            f"{step} is a dense layer without {missing}: fetch the model again, or convert its weights to "
+            "safetensors, no other format is read"
         )
     dense = Dense(settings)
     weights = {name.removeprefix("linear."): value for name, value in load_file(path).items()}

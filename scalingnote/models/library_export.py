@@ -1,12 +1,12 @@
-"""Write a tower's folder in the format of sentence-transformers, so that the library gives our embeddings.
+"""Export of a tower's folder in the format of sentence-transformers, which then gives our embeddings.
 
     text -> exported tokenizer -> transformer -> pooling -> dense layer (our projection)
 
-Only modules of that library are named: no code is stored beside the weights.
+The folder names only modules of that library and contains no code.
 
 Our prompts tokenize each piece of a template separately. An exported document is one text in the layout of
 :func:`document_layout`, with BOUNDARY between pieces that must not be tokenized together; it ends with the
-template's last field. The rest of the template is added by the tokenizer's post-processor, so that truncation
+template's last field. The tokenizer's post-processor adds the rest of the template, so that truncation
 shortens the content and never the prompt.
 """
 
@@ -39,7 +39,7 @@ from scalingnote.models.prompt import (
 )
 from scalingnote.models.published_model import MODES, PublishedModel, Role, dense_settings
 
-_LIBRARY_RELEASE = "6.2.0"  # of sentence-transformers, whose file format is written
+_LIBRARY_RELEASE = "6.2.0"  # release of sentence-transformers in whose format files are written
 LIBRARY = "sentence_transformers"
 _WORD_WEIGHTS = "sentence_transformer.modules.word_weights.WordWeights"
 _POOLING = "sentence_transformer.modules.pooling.Pooling"
@@ -67,13 +67,13 @@ def document_layout(template: str, *, causal: bool) -> str:
 
 
 def indexed_placeholder(template: str) -> str:
-    """Return the placeholder of the indexed view: the summary's if there is one, else the last."""
+    """Return the placeholder of the indexed view: that of the summary if there is one, else the last."""
     placeholders = [piece for piece in split(template) if piece in PLACEHOLDERS]
     return "[EMB]" if "[EMB]" in placeholders else placeholders[-1]
 
 
 def unread_tokens(prompt: DocumentPrompt) -> int:
-    """Return how many tokens of a causal prompt follow the indexed view's position, without effect on it."""
+    """Count the tokens of a causal prompt after the indexed view's position; they do not change the view."""
     (row,) = prompt.rows([""], [""], [""])
     assert isinstance(row, TokenRow)
     return len(row.ids) - 1 - row.positions[prompt.views.index(indexed_view(prompt.views))]
@@ -90,7 +90,7 @@ def export_tokenizer(
     """Return a copy of `tokenizer` whose post-processor adds what our prompts add around a text.
 
     With the `template` of documents, texts are documents in their layout; without one they are queries.
-    `max_length` counts the tokens that are added.
+    `max_length` includes the added tokens.
     """
     raw = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     before = [] if special.first is None else [special.first]
@@ -114,7 +114,7 @@ def export_tokenizer(
 def layout_agrees(
     tokenizer: PreTrainedTokenizerFast, prompt: DocumentPrompt, template: str, *, causal: bool
 ) -> bool:
-    """Whether exported documents get the tokens that `prompt` gives them; tried on three documents."""
+    """Return whether three exported documents get the same tokens as from `prompt`."""
     fields = (["A title, 5 words long", "", "x"], ["topic", "", " y "], ["content. " * 99, "Content", ""])
     texts = [
         document_layout(template, causal=causal).format(title=title, topic=topic, content=content)
@@ -127,7 +127,7 @@ def layout_agrees(
 
 
 def _halves(template: str, *, causal: bool) -> tuple[list[str], list[str]]:
-    """Split a template behind its last field; pieces that the indexed view cannot see are left out."""
+    """Split a template after its last field, without pieces that the indexed view does not attend to."""
     pieces = split(template)
     if causal:
         pieces = pieces[: pieces.index(indexed_placeholder(template))]
@@ -145,13 +145,14 @@ def write_trained(
 ) -> None:
     """Add sentence-transformers' files to a folder with a trained tower's model and tokenizer.
 
-    `tokenizer` is that of :func:`export_tokenizer`; `template` is of a document tower, None of a query tower.
+    `tokenizer` is that of :func:`export_tokenizer`; `template` is that of a document tower, None for a query
+    tower.
     """
     dim, hidden = projection.shape
     modules: list[_Module] = []
     pooling = "lasttoken" if causal else "cls"
     if template is not None and not causal:
-        # The state at a placeholder in the middle of the row: a weighted mean with one weight that is not 0.
+        # The state at a placeholder inside the row is a weighted mean with one weight that is not 0.
         pooling = "mean"
         token = indexed_placeholder(template)
         words = {id: word for word, id in tokenizer.get_vocab().items()}
@@ -166,9 +167,9 @@ def write_trained(
     ]
     _write_modules(folder, modules)
     settings = {
-        # Loads tokenizer.json unchanged. By the type of the model, Qwen2's splits would replace ours.
+        # This type loads tokenizer.json unchanged. With the model's type, Qwen2's splits would replace ours.
         "processor_kwargs": {"tokenizer_type": "modernbert"},
-        "unpad_inputs": False if pooling == "mean" else None,  # word weights read padded rows only
+        "unpad_inputs": False if pooling == "mean" else None,  # word weights read only padded rows
     }
     write_json(folder / "sentence_bert_config.json", {**_TEXT_TRANSFORMER, **settings})
     # `encode_document(text)` reads the text as the content of a document without a title.
@@ -182,8 +183,8 @@ def write_published(
 ) -> None:
     """Add sentence-transformers' files to a folder with the transformer of a published model.
 
-    They contain the model's own settings for this role. The prompt is stored for both roles, so that
-    `encode`, `encode_query` and `encode_document` read a text in the same way.
+    They contain the model's settings for this role. The prompt is written for both roles, so that `encode`,
+    `encode_query` and `encode_document` read a text in the same way.
     """
     pooling = {
         "embedding_dimension": layers.hidden,
@@ -202,29 +203,29 @@ def write_published(
     if model.tokenizer_type:
         settings["processor_kwargs"] = {"tokenizer_type": model.tokenizer_type}
     write_json(folder / "sentence_bert_config.json", {**_TEXT_TRANSFORMER, **settings})
-    named = {"query": model.prefix, "document": model.prefix}
+    prompts = {"query": model.prefix, "document": model.prefix}
     default = role if model.prefix else None
-    write_settings(folder, named, default=default, truncate_dim=layers.keep, similarity=model.similarity)
+    write_settings(folder, prompts, default=default, truncate_dim=layers.keep, similarity=model.similarity)
 
 
 def _write_modules(folder: Path, modules: Sequence[_Module]) -> None:
-    """Write the modules behind the transformer, whose files are in `folder` itself, and their list."""
-    listed = [("", f"{LIBRARY}.base.modules.transformer.Transformer")]
+    """Write modules.json and the modules that follow the transformer, whose files are in `folder` itself."""
+    entries = [("", f"{LIBRARY}.base.modules.transformer.Transformer")]
     for number, (name, settings, tensors) in enumerate(modules, 1):
         path = folder / f"{number}_{name.rpartition('.')[2]}"
         path.mkdir(exist_ok=True)
         write_json(path / "config.json", settings)
         if tensors:
             save_file(tensors, path / "model.safetensors")
-        listed.append((path.name, f"{LIBRARY}.{name}"))
-    write_module_list(folder, listed)
+        entries.append((path.name, f"{LIBRARY}.{name}"))
+    write_module_list(folder, entries)
 
 
 def write_module_list(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
     """Write modules.json: the folder and the class of each module, in order."""
     numbered = enumerate(modules)
-    listed = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in numbered]
-    write_json(folder / "modules.json", listed)
+    entries = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in numbered]
+    write_json(folder / "modules.json", entries)
 
 
 def write_settings(
@@ -237,8 +238,8 @@ def write_settings(
 ) -> None:
     """Write config_sentence_transformers.json.
 
-    `default` is the name of the prompt that `encode` uses; `truncate_dim` the dimensions kept, None all;
-    `similarity` the name of the model's own, the cosine of all that we train.
+    `default` is the name of the prompt that `encode` uses, `truncate_dim` the number of dimensions that are
+    kept, None for all, and `similarity` the model's own one, which is cosine for all models that we train.
     """
     settings: dict[str, Any] = {
         "__version__": {

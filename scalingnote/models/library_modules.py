@@ -5,8 +5,8 @@
 
 Published folders contain the dotted paths of these classes: neither this file nor the classes can be renamed.
 sentence-transformers imports a class of another package only with `trust_remote_code=True`. The code that
-runs is this installed file; no code comes with a model. Only loading such a folder imports this file, so
-sentence-transformers stays an optional dependency.
+runs is this installed file; no code comes with a model. This file is imported only when such a folder is
+loaded, so sentence-transformers is an optional dependency.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -22,7 +22,7 @@ from scalingnote.models.lookup import LookupTower
 
 
 class LookupTable(InputModule):
-    """A :class:`LookupTower` as a module; its folder is that of the tower."""
+    """A :class:`LookupTower` as a module; its folder has the format of the tower's folder."""
 
     save_in_root = False
 
@@ -33,7 +33,7 @@ class LookupTable(InputModule):
     def preprocess(
         self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Return the row numbers of all texts end to end (`input_ids`) and their count per text."""
+        """Return the concatenated row numbers of all texts (`input_ids`) and their count per text."""
         texts = [f"{prompt or ''}{text}" for text in inputs]
         rows = [row.ids for row in self.tower.prompt.rows(texts)]
         return {
@@ -49,11 +49,11 @@ class LookupTable(InputModule):
         return features | {"sentence_embedding": self.tower(batch)[:, 0]}
 
     def get_embedding_dimension(self) -> int:
-        """Width of an embedding."""
+        """Return the width of an embedding."""
         return self.tower.dim
 
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write the table's folder in the number format that it was read in."""
+        """Write the table's folder in the number format in which it was read."""
         self.tower.save(Path(output_path))
 
     @classmethod
@@ -64,7 +64,7 @@ class LookupTable(InputModule):
 
 
 class ReferencedModel(InputModule):
-    """A published model that is loaded by its name; of a Router, the modules of documents.
+    """A published model that is loaded by its name; if it is a Router, the modules of documents are used.
 
     Code in that model's folder is never run.
     """
@@ -73,27 +73,27 @@ class ReferencedModel(InputModule):
     config_keys = ("model", "revision", "max_seq_length")
 
     def __init__(self, model: str, revision: str | None, library: SentenceTransformer) -> None:
-        """`library` is the model that `model`, a hub id or a folder, and `revision` name."""
+        """Make a module; `library` is the loaded model of `model`, a hub id or folder, and `revision`."""
         super().__init__()
         self.model, self.revision, self.library = model, revision, library
 
     def preprocess(
         self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any
     ) -> MutableMapping[str, Any]:
-        """Return the named model's features of documents."""
+        """Return the features of documents by the referenced model."""
         features: MutableMapping[str, Any] = self.library.preprocess(
             inputs, prompt=prompt, **kwargs | {"task": "document"}
         )
         return features
 
     def forward(self, features: MutableMapping[str, Any], **kwargs: Any) -> MutableMapping[str, Any]:
-        """Return the output of the named model; `sentence_embedding` is [texts, dim]."""
+        """Return the output of the referenced model; `sentence_embedding` is [texts, dim]."""
         output: MutableMapping[str, Any] = self.library(features, task="document")
         return output
 
     @property
     def max_seq_length(self) -> int | None:
-        """Tokens read of a document."""
+        """Maximum tokens of a document."""
         tokens: int | None = self.library.max_seq_length
         return tokens
 
@@ -102,31 +102,31 @@ class ReferencedModel(InputModule):
         self.library.max_seq_length = tokens
 
     def get_embedding_dimension(self) -> int | None:
-        """Width of an embedding, before the outer model truncates it."""
+        """Return the width of an embedding before the outer model truncates it."""
         dim: int | None = self.library.get_embedding_dimension()
         return dim
 
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write the name and the revision, no weights."""
+        """Write the name and the revision, but no weights."""
         self.save_config(output_path)
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> "ReferencedModel":
         """Load the model that the folder's config.json names."""
-        named = cls.load_config(model_name_or_path, subfolder=subfolder, **_hub_arguments(kwargs))
-        revision = named.get("revision")
+        settings = cls.load_config(model_name_or_path, subfolder=subfolder, **_hub_arguments(kwargs))
+        revision = settings.get("revision")
         library = SentenceTransformer(
-            named["model"],
-            device="cpu",  # the outer model moves it
+            settings["model"],
+            device="cpu",  # the outer model moves it to its device
             trust_remote_code=False,
             model_kwargs={**(kwargs.get("model_kwargs") or {}), "use_safetensors": True},
             processor_kwargs=kwargs.get("processor_kwargs"),
             config_kwargs=kwargs.get("config_kwargs"),
             **_hub_arguments(kwargs) | {"revision": revision},
         )
-        if named.get("max_seq_length") is not None:
-            library.max_seq_length = named["max_seq_length"]
-        return cls(named["model"], revision, library)
+        if settings.get("max_seq_length") is not None:
+            library.max_seq_length = settings["max_seq_length"]
+        return cls(settings["model"], revision, library)
 
 
 def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:

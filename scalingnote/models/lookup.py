@@ -6,17 +6,18 @@ The embedding of a query is the mean of its tokens' rows.
     rows       [tokens, dim]      looked up; with one head of attention over them, if configured
     embedding  [queries, 1, dim]  sum(weight x row) / sum(weight)
 
-*New words* are tokens that stand for several others, such as "blood pressure". While the tower learns, one is
-read as its pieces followed by itself, and its own row is what the pieces lack: a rare one changes little, and
-the pieces learn from it too. On disk (:class:`Table`) its row is the weighted mean of all of these and its
-weight their sum, so a query is read as one row per token, with the same embedding.
+*New words* are tokens that replace several others, such as "blood pressure". In training, a new word is read
+as its pieces followed by itself, and its row learns the difference to its pieces: a rare word changes little,
+and its pieces learn from it too. On disk (:class:`Table`) its row is the weighted mean of all these rows and
+its weight is their sum, so that a query has one row per token and the same embedding.
 
-*The prior* is a row that every text has in training and no query has afterwards. It takes what all texts have
-in common, most of it in short texts, so that the other rows need not contain it. A table without it is near
-the mean of all texts, and finds the documents that are near it too often.
+*The prior* is a row that every text has in training and that is dropped afterwards. It learns the component
+that all texts have in common, so that the other rows need not contain it; it has most weight in short texts.
+The embeddings of a table that was trained without it are near the mean of all texts, and too often find the
+documents near that mean.
 
 Every option starts without effect: attention adds 0, rows of features and new words are 0, and weights are 1
-unless start weights are given. A query without tokens gets the mean of the rows of all tokens, as on disk.
+unless start weights are passed. A query without tokens gets the mean of the rows of all tokens, as on disk.
 """
 
 import math
@@ -38,11 +39,11 @@ from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup_table import LookupFeatures, Storage, Table, quantize_rows
 from scalingnote.models.prompt import TokenRow, tokenize, without_limits
 
-# Learning rates under RowAdam relative to token rows (docs/guides/distil.md); pairs and new words are rare.
+# Learning rates of RowAdam relative to token rows (docs/guides/distil.md); pairs and new words are rare.
 PAIR_RATE = 0.25
 END_RATE = 0.5
 WEIGHT_RATE = 2.5
-Pieces = Mapping[int, Sequence[int]]  # of each new word, by its number
+Pieces = Mapping[int, Sequence[int]]  # id of a new word -> ids of its pieces
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LookupStart:
     feature_keys: Int64[ndarray, " features"]
     weights: Float32[ndarray, " rows"] | None = None  # of tokens, then of features
     rows: Float32[ndarray, "tokens dim"] | None = None  # None: random, or a teacher's
-    prior: Float32[ndarray, " dim"] | None = None  # the teacher's mean embedding, of a table that is centred
+    prior: Float32[ndarray, " dim"] | None = None  # the teacher's mean embedding, if the table is centred
 
 
 class LookupPrompt:
@@ -87,8 +88,8 @@ class LookupPrompt:
 class RowAttention(nn.Module):
     """One head of attention over rows: rows + softmax(rows A rows^T / sqrt(dim)) rows B.
 
-    A is the product of the query and key matrices, B of the value and output matrices; B starts at 0. The
-    result depends on which tokens occur together, not on their order.
+    A is the product of the query and key matrices, B that of the value and output matrices; B starts at 0.
+    The result depends on which tokens occur together, not on their order.
     """
 
     def __init__(self, dim: int, *, seed: int) -> None:
@@ -107,7 +108,7 @@ class RowAttention(nn.Module):
         return rows + self.out(shares @ rows)  # type: ignore[no-any-return]
 
     def matrices(self) -> Float32[ndarray, "2 dim dim"]:
-        """Return A and B, which rows are multiplied by from the right."""
+        """Return A and B; rows are multiplied by them from the right."""
         return np.stack([layer.weight.detach().cpu().numpy().T for layer in (self.score, self.out)])
 
     def copy(self, matrices: Float32[ndarray, "2 dim dim"]) -> None:
@@ -135,17 +136,17 @@ class LookupTower(nn.Module):
         prior: Float[Tensor, " dim"] | None = None,
         made_from: Mapping[str, str] | None = None,
     ) -> None:
-        """Make a tower of a table; ConfigError if `tokenizer` has more tokens than it has rows.
+        """Make a tower from a table; raise ConfigError if `tokenizer` has more tokens than `table` has rows.
 
         Args:
             table: a row for each token, then for each feature.
             tokenizer: splits queries; its ids are row numbers.
             max_length: tokens read of a query.
-            weights: of the rows in the mean, which are learnt; None: all are 1.
+            weights: of the rows in the mean, which are trained; None: all are 1.
             attention: runs over the rows of a query.
             storage: number format of the saved table.
             features: token pairs and end tokens that have rows.
-            pieces: of new words; a row of theirs is added to those of its pieces.
+            pieces: pieces of new words; the row of a new word is added to those of its pieces.
             prior: row of every text, with weight 1, until :meth:`centre` drops it; it is not saved.
             made_from: as of :class:`Table`.
         """
@@ -157,7 +158,7 @@ class LookupTower(nn.Module):
         if tokenizer.get_vocab_size() > self.tokens:
             raise ConfigError(
                 f"the table has rows for {self.tokens:,} tokens, the tokenizer has "
-                f"{tokenizer.get_vocab_size():,}: it was made for another one"
+                f"{tokenizer.get_vocab_size():,}: pass the tokenizer that the table was made for"
             )
         self._storage, self.made_from = storage, dict(made_from or {})
         self.table = nn.Parameter(table.detach().float().clone())
@@ -215,27 +216,28 @@ class LookupTower(nn.Module):
         return attended[mask]
 
     def _saved_rows(self) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, " rows"] | None]:
-        """Return the row and the weight of each token as a whole; weights are None if all are 1."""
+        """Return the row and the weight of each token, with its pieces; weights are None if all are 1."""
         weights = None if self.log_weights is None else self.log_weights.exp()
         if not (pieces := self.prompt.pieces):
             return self.table, weights
         weights = torch.ones_like(self.table[:, 0]) if weights is None else weights
-        new = torch.tensor([*pieces], device=self.table.device)
-        parts = [[*own, word] for word, own in pieces.items()]
-        lengths = torch.tensor([len(own) for own in parts], device=new.device)
-        ids = torch.tensor([part for own in parts for part in own], device=new.device)
+        new_words = torch.tensor([*pieces], device=self.table.device)
+        parts = [[*ids_of_word, word] for word, ids_of_word in pieces.items()]
+        lengths = torch.tensor([len(ids_of_word) for ids_of_word in parts], device=new_words.device)
+        ids = torch.tensor([part for ids_of_word in parts for part in ids_of_word], device=new_words.device)
         sums = F.embedding_bag(
             ids, self.table, lengths.cumsum(0) - lengths, mode="sum", per_sample_weights=weights[ids]
         )
-        of = torch.repeat_interleave(torch.arange(len(new), device=new.device), lengths)
-        totals = torch.zeros_like(weights[new]).index_add(0, of, weights[ids])
-        rows = self.table.index_copy(0, new, sums / totals[:, None])
-        return rows, weights.index_copy(0, new, totals)
+        word_index = torch.repeat_interleave(torch.arange(len(new_words), device=new_words.device), lengths)
+        totals = torch.zeros_like(weights[new_words]).index_add(0, word_index, weights[ids])
+        rows = self.table.index_copy(0, new_words, sums / totals[:, None])
+        return rows, weights.index_copy(0, new_words, totals)
 
     def centre(self, texts: Sequence[TokenRow], *, share: float) -> None:
         """Drop the prior, and subtract `share` of the mean embedding of some texts from every embedding.
 
-        An embedding is a weighted mean of rows, so that it is subtracted from every row. Not with attention.
+        An embedding is a weighted mean of rows, so it is subtracted from every row. This does not hold with
+        attention.
         """
         self.prior = None
         with torch.no_grad():
@@ -260,7 +262,7 @@ class LookupTower(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "LookupTower":
-        """Read a folder written by :meth:`save`; ArtifactError if it is none."""
+        """Read a folder written by :meth:`save`; raise ArtifactError if it is not one."""
         table = Table.read(folder)
         weights, attention = table.token_weights, None
         if table.attention is not None:
@@ -287,10 +289,10 @@ def build(
     start: LookupStart | None = None,
     pieces: Pieces | None = None,
 ) -> LookupTower:
-    """Build a tower that is ready to train; rows of tokens are the start's or random, others are 0.
+    """Build a tower that is ready to train; rows of tokens are those of `start` or random, others are 0.
 
-    `pieces` are the new words. Without `start` it has no features, equal weights and no prior. ConfigError
-    without a tokenizer.
+    `pieces` are the new words. Without `start` it has no features, equal weights and no prior. Raise
+    ConfigError if there is no tokenizer.
     """
     if tokenizer_json is None:
         raise ConfigError("a lookup tower needs a tokenizer trained on the corpus, or its teacher's")

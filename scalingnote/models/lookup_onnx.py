@@ -2,10 +2,10 @@
 
     token_ids [tokens] ─► rows of tokens, pairs and ends ─► weighted mean (and attention) ─► embedding [dim]
 
-The graph has the table's own numbers, in the storage that the table has (float16 or int8 rows are widened
-after they are looked up), and only operators of opset 17, which onnxruntime and onnxruntime-web run. Row
-numbers of token pairs and end tokens are found by a binary search over their sorted keys, unrolled: ONNX has
-no operator for it.
+The graph contains the table's numbers in the table's storage format (float16 or int8 rows are widened after
+they are looked up). It uses only operators of opset 17, which onnxruntime and onnxruntime-web run. A binary
+search over sorted keys finds the row numbers of token pairs and end tokens. It is unrolled: ONNX has no
+operator for it.
 """
 
 from pathlib import Path
@@ -25,8 +25,8 @@ INPUT, OUTPUT = "token_ids", "embedding"
 def export_table(table: Table, path: Path) -> None:
     """Write the graph of a table.
 
-    Input ``token_ids``: int64 [tokens], without special tokens; the first `max_length` are read. Output
-    ``embedding``: float32 [dim], of length 1.
+    The input ``token_ids`` is int64 [tokens], without special tokens; the first `max_length` are read. The
+    output ``embedding`` is float32 [dim], of length 1.
 
     Raises:
         ConfigError: the package ``onnx`` is missing, or the table is larger than a graph may be.
@@ -64,14 +64,14 @@ def export_table(table: Table, path: Path) -> None:
     tiny = graph.constant(np.full(1, np.finfo(np.float32).tiny, np.float32))
     unit = graph("Div", vector, graph("Max", length, tiny))
     graph("Squeeze", unit, graph.constant([0]), output=OUTPUT)
-    made = helper.make_graph(
+    table_graph = helper.make_graph(
         graph.nodes,
         "lookup_table",
         [helper.make_tensor_value_info(INPUT, TensorProto.INT64, ["tokens"])],
         [helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, [table.values.shape[1]])],
         graph.constants,
     )
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8)
+    model = helper.make_model(table_graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8)
     onnx.checker.check_model(model)
     onnx.save(model, path)
 
@@ -84,7 +84,7 @@ class _Graph:
         self.constants: list[Any] = []
 
     def __call__(self, operator: str, *inputs: str, output: str = "", **attributes: Any) -> str:
-        """Add a node; returns the name of its output."""
+        """Add a node and return the name of its output."""
         from onnx import helper
 
         output = output or f"value_{len(self.nodes)}"
@@ -92,7 +92,7 @@ class _Graph:
         return output
 
     def constant(self, value: Any) -> str:
-        """Add a constant; returns its name. Integers are int64."""
+        """Add a constant and return its name. Integers are int64."""
         from onnx import numpy_helper
 
         array: ndarray = value if isinstance(value, np.ndarray) else np.array(value, np.int64)
@@ -101,26 +101,26 @@ class _Graph:
         return name
 
     def slice(self, values: str, start: int, stop: int) -> str:
-        """Add a slice of the first axis."""
+        """Add a slice of the first axis and return the name of its output."""
         return self("Slice", values, self.constant([start]), self.constant([stop]), self.constant([0]))
 
 
 def _with_features(graph: _Graph, ids: str, keys: ndarray, tokens: int) -> str:
-    """Token ids, followed by the row numbers of those features that have rows.
+    """Return the token ids, followed by the row numbers of the features that have rows.
 
-    Keys are those of :func:`scalingnote.models.lookup_table.frequent_features`.
+    `keys` are of :func:`scalingnote.models.lookup_table.frequent_features`.
     """
     end = np.iinfo(np.int64).max
     factor = graph.constant(tokens)
     pairs = graph("Add", graph("Mul", graph.slice(ids, 0, -1), factor), graph.slice(ids, 1, end))
-    wanted = [pairs]
+    feature_keys = [pairs]
     for number, (start, stop) in enumerate(((0, 1), (-1, end), (1, 2), (-2, -1))):
         base = graph.constant(tokens * tokens + number * tokens)
-        wanted.append(graph("Add", graph.slice(ids, start, stop), base))
-    key = graph("Concat", *wanted, axis=0)
+        feature_keys.append(graph("Add", graph.slice(ids, start, stop), base))
+    key = graph("Concat", *feature_keys, axis=0)
     order = np.argsort(keys, kind="stable")
     ordered = graph.constant(keys[order].astype(np.int64))
-    place = graph("Sub", key, key)  # of the last key that is not larger
+    place = graph("Sub", key, key)  # place of the last key that is not larger
     for step in (1 << bit for bit in reversed(range(max(len(keys) - 1, 1).bit_length()))):
         further = graph("Min", graph("Add", place, graph.constant(step)), graph.constant(len(keys) - 1))
         is_not_larger = graph("LessOrEqual", graph("Gather", ordered, further), key)
@@ -133,7 +133,7 @@ def _with_features(graph: _Graph, ids: str, keys: ndarray, tokens: int) -> str:
 
 
 def _attend(graph: _Graph, rows: str, shares: str, attention: ndarray) -> str:
-    """Mean over the tokens of their self-attention output: softmax(R A R^T / sqrt(dim)) R B."""
+    """Return the mean over the tokens of their self-attention output, softmax(R A R^T / sqrt(dim)) R B."""
     scale = np.sqrt(np.float32(attention.shape[-1]))
     scores = graph("MatMul", rows, graph.constant((attention[0] / scale).astype(np.float32)))
     scores = graph("MatMul", scores, graph("Transpose", rows, perm=[1, 0]))

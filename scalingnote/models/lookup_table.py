@@ -1,4 +1,4 @@
-"""A lookup table on disk, its rows for token features, and its published form. Needs no torch.
+"""Lookup tables on disk, their rows for token features, and their published form, without torch.
 
     tower.json         settings: dim, tokens, storage, weighting, digests of what the rows were computed from
     tokenizer.json     text -> token ids, which are row numbers
@@ -11,9 +11,9 @@
 The embedding of a query is sum(weight x row) / sum(weight) over its tokens and features. The embedding of a
 query without tokens is the mean of the token rows.
 
-Features: a mean of token rows contains neither word order nor position. Rows for "how to", or for "who" as
-the first token, add both at the cost of a few more rows per query. Only features that occur in the training
-texts have rows, so an unseen pair changes nothing.
+A mean of token rows contains neither word order nor position. Features add both, for example rows for "how
+to", or for "who" as the first token, at the cost of a few more rows per query. Only features that occur in
+the training texts have rows, so a new pair changes nothing.
 
 A table without attention and features is published as two modules of sentence-transformers:
 
@@ -22,9 +22,9 @@ A table without attention and features is published as two modules of sentence-t
 
 StaticEmbedding returns the mean of its rows, and 0 for a text without tokens. Weights are multiplied into the
 rows: sum(weight x row) / number of tokens has the direction of the weighted mean. `e` is the embedding of a
-query without tokens: mean(row - e) + e = mean(row), and 0 + e = e. Rows are float32, since torch would round
-sums of float16 rows to float16. Any other table is the module LookupTable of
-:mod:`scalingnote.models.library_modules`, whose folder is the table's own.
+query without tokens: mean(row - e) + e = mean(row), and 0 + e = e. Rows are float32, because torch would
+round sums of float16 rows to float16. Any other table is published as the module LookupTable of
+:mod:`scalingnote.models.library_modules`, in the table's own folder format.
 """
 
 import hashlib
@@ -65,14 +65,14 @@ FEATURE_WEIGHT = 0.5  # start weight of features and of new words
 class LookupFeatures:
     """Token pairs and end tokens that have rows, in the order of their rows."""
 
-    ENDS = 4  # end tokens of a query at most: first, second, last but one and last
+    ENDS = 4  # maximum end tokens of a query: first, second, last but one and last
 
     def __init__(self, keys: Int64[ndarray, " features"], *, tokens: int) -> None:
-        """`keys` are of :func:`frequent_features`; row `tokens + i` of the table belongs to ``keys[i]``."""
+        """Index `keys` of :func:`frequent_features`; row `tokens + i` of the table is that of ``keys[i]``."""
         self.keys, self.tokens = keys, tokens
         self._rows = {key: tokens + row for row, key in enumerate(keys.tolist())}
         self.are_bigrams: ndarray = keys < tokens * tokens  # the others are end tokens
-        # A kind of feature without any row is not looked up.
+        # A kind of feature without rows is not looked up.
         self._bigrams, self._ends = bool(self.are_bigrams.any()), not self.are_bigrams.all()
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ def start_weights(counts: Int64[ndarray, " tokens"], features: LookupFeatures) -
 def _end_keys(ids: Sequence[int], tokens: int) -> list[int]:
     """Return the keys of end tokens, which are larger than those of all pairs.
 
-    They are the first and last token, and of two or more tokens also the second and the last but one.
+    They are the first and last token, and with two or more tokens also the second and the last but one.
     """
     if not ids:
         return []
@@ -128,9 +128,9 @@ def _end_keys(ids: Sequence[int], tokens: int) -> list[int]:
 
 
 def _most_frequent(counts: Counter[int]) -> list[int]:
-    """Return keys by falling count, then by key, so that the order does not depend on the input order."""
-    kept = [(-count, key) for key, count in counts.items() if count >= MIN_FEATURE_TEXTS]
-    return [key for _, key in sorted(kept)]
+    """Sort keys by falling count, then by key, so that the order does not depend on the input order."""
+    frequent = [(-count, key) for key, count in counts.items() if count >= MIN_FEATURE_TEXTS]
+    return [key for _, key in sorted(frequent)]
 
 
 Storage = Literal["float32", "float16", "int8"]
@@ -148,9 +148,9 @@ class Table:
     attention: Float32[ndarray, "2 dim dim"] | None = None
     feature_keys: Int64[ndarray, " features"] | None = None
     made_from: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what the rows were computed from (weights, adapter, instruction...) but the tokenizer."""
+    """Digests of the inputs of the rows (weights, adapter, instruction...), without the tokenizer."""
     empty: Float32[ndarray, " dim"] | None = None
-    """Embedding of a query without tokens, where a published table states one; None: :meth:`mean_row`."""
+    """Embedding of a query without tokens, if a published table states one; None: :meth:`mean_row`."""
 
     @property
     def tokens(self) -> int:
@@ -163,7 +163,7 @@ class Table:
         return None if self.feature_keys is None else LookupFeatures(self.feature_keys, tokens=self.tokens)
 
     def mean_row(self) -> Float32[ndarray, " dim"]:
-        """Return the mean of the rows of tokens, which are all read."""
+        """Return the mean of the rows of tokens; all of them are read."""
         mean: ndarray = self.rows(slice(self.tokens)).mean(axis=0)
         return mean
 
@@ -204,12 +204,14 @@ class Table:
     def read(cls, folder: Path) -> "Table":
         """Read a folder, its rows memory-mapped.
 
-        Raises ArtifactError if it holds no table, or one that does not match its other files.
+        Raise ArtifactError if it holds no table, or a table that does not match its other files.
         """
         try:
             facts: dict[str, Any] = json.loads((folder / "tower.json").read_text())
             if facts.get("kind") != "lookup":
-                raise ArtifactError(f"{folder} is no lookup tower but a {facts.get('kind', 'transformer')}")
+                raise ArtifactError(
+                    f"{folder} is not a lookup tower but a {facts.get('kind', 'transformer')}"
+                )
             tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
             values = np.load(folder / "table.npy", mmap_mode="r", allow_pickle=False)
             optional = {
@@ -235,7 +237,7 @@ class Table:
                 "another version wrote it, make the tower again"
             )
         if _sha256(tokenizer.encode()) != facts["digest_of"]["tokenizer"]:
-            raise ArtifactError(f"{folder}: tokenizer.json is not the one the table was made for: restore it")
+            raise ArtifactError(f"{folder}: the table was made for another tokenizer.json: restore that file")
         return cls(
             values,
             tokenizer,
@@ -248,10 +250,10 @@ class Table:
 def quantize_rows(
     rows: Float[ndarray, "rows dim"], storage: Storage
 ) -> tuple[Shaped[ndarray, "rows dim"], Float32[ndarray, " rows"] | None]:
-    """Return rows in the number format in which they are stored, and of int8 the scale of each row.
+    """Convert rows to the number format in which they are stored; return them and the scales of int8 rows.
 
-    int8 scales a row so that its largest magnitude is 127: a value is off by half a scale at most.
-    ConfigError if a finite value is too large for float16.
+    int8 scales a row so that its largest magnitude is 127: the error of a value is at most half a scale.
+    Raise ConfigError if a finite value is too large for float16.
     """
     largest, limit = np.abs(rows).max(initial=0.0), float(np.finfo(np.float16).max)
     if storage == "float16" and limit < largest < np.inf:
@@ -269,7 +271,7 @@ def quantize_rows(
 def dequantize_rows(
     values: Shaped[ndarray, "... dim"], scales: Float32[ndarray, "..."] | None
 ) -> Float32[ndarray, "... dim"]:
-    """Return the result of :func:`quantize_rows` in float32."""
+    """Convert the result of :func:`quantize_rows` to float32."""
     rows = np.asarray(values, dtype=np.float32)
     return rows if scales is None else rows * scales[..., None]
 
@@ -278,7 +280,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-_NO_TOKEN_LIMIT = 1 << 20  # tokens read of a query if tokenizer.json does not truncate
+_NO_TOKEN_LIMIT = 1 << 20  # maximum tokens of a query if tokenizer.json does not truncate
 
 
 def is_static(table: Table) -> bool:
@@ -287,7 +289,7 @@ def is_static(table: Table) -> bool:
 
 
 def write_published(table: Table, embedding: Path, dense: Path) -> None:
-    """Write a table for which :func:`is_static` holds as StaticEmbedding and Dense, two new folders."""
+    """Write a table for which :func:`is_static` is true as StaticEmbedding and Dense, in two new folders."""
     rows = table.rows(slice(table.tokens))
     if table.token_weights is not None:
         rows = rows * table.token_weights[:, np.newaxis]
@@ -307,7 +309,7 @@ def write_published(table: Table, embedding: Path, dense: Path) -> None:
 def read_table(folder: Path) -> Table:
     """Return the table of a tower's folder, or the one that encodes queries in a published folder.
 
-    Raises what :meth:`Table.read` and :func:`read_published` do.
+    Raise the errors of :meth:`Table.read` and :func:`read_published`.
     """
     published = None if (folder / "tower.json").exists() else read_published(folder)
     return published or Table.read(folder)
@@ -316,33 +318,38 @@ def read_table(folder: Path) -> Table:
 def read_published(folder: Path) -> Table | None:
     """Return the table that encodes queries in a published folder.
 
-    `folder` is of a Router, or of one model for both roles. None if queries pass a transformer, or it has no
-    modules.json.
+    `folder` is that of a Router, or of one model for both roles. The result is None if queries pass a
+    transformer, or if there is no modules.json.
 
     Raises:
-        ConfigError: queries have a prompt, or a module behind the table cannot be part of a table.
+        ConfigError: queries have a prompt, or a module after the table cannot be part of a table.
         ArtifactError: a file of the table is missing or damaged.
     """
     modules = read_modules(folder, "query")
     if not modules or modules[0].name not in TABLES:
         return None
     if prompt := role_prompt(folder, "query"):
-        raise ConfigError(f"{folder} reads queries behind the prompt {prompt!r}, which a table cannot")
+        raise ConfigError(
+            f"{folder} reads queries after the prompt {prompt!r}, but a table reads no prompt: use "
+            "sentence-transformers"
+        )
     first, layers = modules[0], [module for module in modules[1:] if module.name != "Normalize"]
     if first.name == LOOKUP_TABLE:
         if layers:
-            raise ConfigError(f"{folder} has {layers[0].name} behind a LookupTable: write the folder again")
+            raise ConfigError(f"{folder} has {layers[0].name} after a LookupTable: write the folder again")
         table = Table.read(first.folder)
     else:
         table = _read_static(first.folder)
     if layers:
-        assert table.empty is not None  # only a StaticEmbedding has layers behind it
+        assert table.empty is not None  # only a StaticEmbedding has layers after it
         rows = _apply_linear(np.concatenate([table.rows(), table.empty[np.newaxis]]), layers)
         table = replace(table, values=rows[:-1], empty=rows[-1])
     keep = model_settings(folder).get("truncate_dim")
     if keep is not None and keep < table.values.shape[1]:
         if table.attention is not None:
-            raise ConfigError(f"{folder}: attention over whole rows cannot be cut to truncate_dim={keep}")
+            raise ConfigError(
+                f"{folder}: rows with attention cannot be cut to truncate_dim={keep}: remove truncate_dim"
+            )
         empty = None if table.empty is None else table.empty[:keep]
         table = replace(table, values=table.values[:, :keep], empty=empty)
     return table
@@ -353,7 +360,9 @@ def _read_static(folder: Path) -> Table:
         tensors = load_file(folder / "model.safetensors")
         tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ArtifactError(f"{folder} is no StaticEmbedding: {error.filename or error} is missing") from None
+        raise ArtifactError(
+            f"{folder} is not a StaticEmbedding: {error.filename or error} is missing"
+        ) from None
     except (SafetensorError, TypeError) as error:
         raise ArtifactError(f"{folder / 'model.safetensors'} cannot be read: {error}") from None
     rows = tensors.get("embedding.weight", tensors.get("embeddings"))
@@ -365,7 +374,7 @@ def _read_static(folder: Path) -> Table:
     if "weights" in tensors:
         rows = rows * tensors["weights"][:, np.newaxis]
     longest = (tokenizer.truncation or {}).get("max_length", _NO_TOKEN_LIMIT)
-    empty = np.zeros(rows.shape[1], np.float32)  # as StaticEmbedding gives it
+    empty = np.zeros(rows.shape[1], np.float32)  # as in StaticEmbedding
     return Table(rows, without_limits(tokenizer).to_str(), longest, empty=empty)
 
 
@@ -381,7 +390,7 @@ def _apply_linear(
             or "use_residual" in settings
         ):
             raise ConfigError(
-                f"{layer.folder}: {layer.name} is not linear, so it cannot be worked into the table's rows"
+                f"{layer.folder}: {layer.name} is not linear, so it cannot be applied to the table's rows"
             )
         tensors = load_file(layer.folder / "model.safetensors")
         weight, bias = tensors["linear.weight"], tensors.get("linear.bias", np.float32(0))

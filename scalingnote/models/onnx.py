@@ -3,10 +3,11 @@
     model.onnx        float32
     model_int8.onnx   8-bit weights with a scale per column; activations are quantized dynamically
     onnx.json         special tokens and lengths; with tokenizer.json, all settings that reading needs
-    golden.json, golden.npy   real queries and the tower's own embeddings of them
+    golden.json, golden.npy   real queries and the tower's embeddings of them
 
-Reading needs no torch. The embeddings of the golden queries are compared with the tower's when a graph is
-written and whenever it is loaded: 8-bit products differ between CPUs, and a wrong graph raises no error.
+No torch is needed to read a graph. The embeddings of the golden queries are compared with the tower's when a
+graph is written and whenever it is loaded: 8-bit products differ between CPUs, and a wrong graph raises no
+error.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ from scalingnote.models.prompt import QueryPrompt, SpecialTokens, TokenRow, with
 OnnxForm = Literal["onnx", "onnx_int8"]
 ONNX_FILES: dict[OnnxForm, str] = {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}
 MAX_GRAPH_BYTES = 1 << 31  # the limit of a protobuf message
-MIN_COSINE = 0.999  # of a graph's embedding and the tower's own, for every golden query
+MIN_COSINE = 0.999  # between a graph's embedding and the tower's, for every golden query
 _GOLDEN_SINGLE = 16  # golden queries that are encoded one by one
 _GOLDEN_AT_LOAD = 64  # golden queries that are encoded when a graph is loaded
 _MAX_BATCH_TOKENS = 1024
@@ -40,7 +41,10 @@ class OnnxTower:
     """A query tower's graph in an onnxruntime session."""
 
     def __init__(self, folder: Path, form: OnnxForm, *, threads: int | None = None) -> None:
-        """Read a folder written by :func:`export_graph` unchecked; ArtifactError if it has no such graph."""
+        """Read a folder written by :func:`export_graph` without a check of its graph.
+
+        Raise ArtifactError if the folder has no such graph.
+        """
         try:
             facts = json.loads((folder / "onnx.json").read_text())
             tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -62,8 +66,8 @@ class OnnxTower:
     def load(cls, folder: Path, form: OnnxForm, *, threads: int | None = None) -> "OnnxTower":
         """Read a folder written by :func:`export_graph` and check the graph.
 
-        A query takes OMP_NUM_THREADS without `threads`, else one per core. ArtifactError if the folder has no
-        such graph, or a golden query gets another embedding.
+        A query runs on `threads` threads; without them on OMP_NUM_THREADS, else on one per core. Raise
+        ArtifactError if the folder has no such graph, or if a golden query gets another embedding.
         """
         tower = cls(folder, form, threads=threads)
         least = tower.agreement(limit=_GOLDEN_AT_LOAD)
@@ -71,7 +75,7 @@ class OnnxTower:
             raise ArtifactError(
                 f"{folder / ONNX_FILES[form]} gives a golden query another embedding than its tower, cosine "
                 f"{least:.4f}, less than {MIN_COSINE}: its 8-bit products differ on this CPU from those "
-                "where it was exported, or a file is another's; export it here, or use another form"
+                "where it was exported, or a file is of another tower; export it here, or use another form"
             )
         return tower
 
@@ -80,23 +84,23 @@ class OnnxTower:
         return self._encode(self._prompt.rows(queries))
 
     def encode_token_ids(self, queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
-        """Return the same of queries given by their token ids, of which the first `max_tokens` are read."""
+        """Return embeddings of queries as token ids; the first `max_tokens` of a query are read."""
         return self._encode([self._prompt.row(self._prompt.cut(ids)) for ids in queries])
 
     def _encode(self, rows: Sequence[TokenRow]) -> Float32[ndarray, "queries dim"]:
         if len(rows) == 1:
             return self.run(*_pad(rows, self._pad))
         out = np.empty((len(rows), self.dim), np.float32)
-        # Large batches gain nothing on a CPU, and pads cost time: small batches of similar lengths.
+        # Large batches gain nothing on a CPU, and pads cost time: batches are small and of similar lengths.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-        for chosen in _batches(order, [len(row.ids) for row in rows]):
-            out[chosen] = self.run(*_pad([rows[i] for i in chosen], self._pad))
+        for batch_rows in _batches(order, [len(row.ids) for row in rows]):
+            out[batch_rows] = self.run(*_pad([rows[i] for i in batch_rows], self._pad))
         return out
 
     def run(
         self, ids: Int[ndarray, "rows tokens"], mask: Int[ndarray, "rows tokens"]
     ) -> Float32[ndarray, "rows dim"]:
-        """Run the graph. Rows must be padded on the right: positions are counted from the left."""
+        """Return the graph's output. Rows must be padded on the right: positions count from the left."""
         if not (mask[:, :1].all() and (mask[:, 1:] <= mask[:, :-1]).all()):
             raise ValueError("rows must start with a token and have their pads on the right")
         embeddings: ndarray = self._session.run(None, {"ids": ids, "mask": mask})[0]
@@ -107,10 +111,12 @@ class OnnxTower:
 
         Queries are encoded one by one and in batches: an error may depend on padding.
         """
-        queries, expected = self._queries[:limit], self._expected[:limit]
+        queries, tower_embeddings = self._queries[:limit], self._expected[:limit]
         single = np.concatenate([self.encode([query]) for query in queries[:_GOLDEN_SINGLE]])
         batched = self.encode(queries)
-        return min(_least_cosine(single, expected[: len(single)]), _least_cosine(batched, expected))
+        return min(
+            _least_cosine(single, tower_embeddings[: len(single)]), _least_cosine(batched, tower_embeddings)
+        )
 
 
 def _session(path: Path, threads: int | None) -> Any:
@@ -131,7 +137,7 @@ def _session(path: Path, threads: int | None) -> Any:
 
 
 def _memory_ranges() -> dict[int, int]:
-    """Return start and end of the process's own writable memory; empty where /proc does not list it."""
+    """Return the ranges, start -> end, of the process's private writable memory; none without /proc."""
     ranges = {}
     with suppress(OSError), open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
         for place, access, _, _, _, *name in map(str.split, lines):
@@ -142,16 +148,16 @@ def _memory_ranges() -> dict[int, int]:
 
 
 def _use_huge_pages(before: dict[int, int]) -> None:
-    """Ask Linux to back memory that was added since `before` by huge pages, at once; elsewhere do nothing.
+    """Make Linux back the memory that was added since `before` with huge pages; do nothing on other systems.
 
-    A query reads all weights once. From pages of 4 KB, 28 MB of them are 7,000 misses of the address cache: a
-    query of 13 tokens took 5.0 ms of a core, from pages of 2 MB 4.4 (4 layers of 768, AVX-512 VNNI).
+    A query reads all weights once. 28 MB of weights in pages of 4 KB cause 7,000 misses of the address cache:
+    a query of 13 tokens took 5.0 ms of a core, and 4.4 ms with pages of 2 MB (4 layers of 768, AVX-512 VNNI).
     """
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is None:
         return
     for start, end in _memory_ranges().items():
-        # The end of a range that has grown, or a new range, in whole huge pages.
+        # The new part of a range, or a new range, rounded to huge pages.
         first = -(-before.get(start, start) // _HUGE_PAGE) * _HUGE_PAGE
         size = end // _HUGE_PAGE * _HUGE_PAGE - first
         if size > 0:
@@ -173,14 +179,14 @@ def _pad(
 
 def _batches(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
     """Split `order`, sorted by length, into batches of at most _MAX_BATCH_TOKENS tokens with pads."""
-    chosen: list[int] = []
+    batch: list[int] = []
     for i in order:
-        if chosen and (len(chosen) + 1) * lengths[i] > _MAX_BATCH_TOKENS:
-            yield chosen
-            chosen = []
-        chosen.append(i)
-    if chosen:
-        yield chosen
+        if batch and (len(batch) + 1) * lengths[i] > _MAX_BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
 
 
 def _least_cosine(actual: Float[ndarray, "rows dim"], expected: Float[ndarray, "rows dim"]) -> float:
@@ -190,7 +196,7 @@ def _least_cosine(actual: Float[ndarray, "rows dim"], expected: Float[ndarray, "
 
 
 def require(*names: str) -> list[Any]:
-    """Import packages of the extra `onnx`; ConfigError if one is missing."""
+    """Import packages of the extra `onnx`; raise ConfigError if one is missing."""
     import importlib
 
     try:

@@ -1,7 +1,7 @@
 """Export of a query tower as an ONNX graph, which :mod:`scalingnote.models.onnx` reads.
 
-The attention mask is computed here, the same for every model family. The last layer of a BERT computes only
-the first position, the only one that is read.
+The attention mask is computed here, in the same way for every model family. The last layer of a BERT computes
+only the first position, because no other is read.
 """
 
 import json
@@ -29,39 +29,39 @@ from scalingnote.models.onnx import MAX_GRAPH_BYTES, MIN_COSINE, ONNX_FILES, Onn
 from scalingnote.models.prompt import QueryPrompt
 from scalingnote.models.tower import Tower
 
-# Tried in this order until the golden queries agree; each is slower or larger than the previous one. Signed
-# weights need VNNI: without it, products are accumulated in 16 bits and may overflow. The table of token
-# embeddings has one scale for all tokens, so that an outlier reduces the precision of all.
+# They are tried in this order until the golden queries agree; each is slower or larger than the previous one.
+# Signed weights need VNNI: without it, products are accumulated in 16 bits and may overflow. The table of
+# token embeddings has one scale for all tokens, so an outlier reduces the precision of all.
 _QUANTIZATIONS = (("QInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul",)))
 log = get_logger("models")
 
 
 def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm = "onnx_int8") -> float:
-    """Write the query tower at `folder` as a graph; nothing is written if it fails.
+    """Write the query tower at `folder` as a graph; no file is written if this fails.
 
-    Graphs of another form in `into` are kept. Returns the least cosine of the graph's and the tower's
-    embeddings of `queries`, real ones.
+    Graphs of another form in `into` are kept. `queries` should be real queries. Return the least cosine of
+    the graph's and the tower's embeddings of them.
 
     Raises:
-        ConfigError: a package is missing, the tower has no transformer or is too large, or the embeddings
-            of the graph differ from the tower's.
+        ConfigError: a package is missing, there are no queries, the tower has no transformer or is too large,
+            or the embeddings of the graph differ from the tower's.
     """
     require("onnx", "onnxruntime")
     if not queries:
-        raise ConfigError("a graph is checked against real queries: give some")
+        raise ConfigError("a graph is checked with real queries: pass some")
     facts = json.loads((folder / "tower.json").read_text())
     if facts.get("kind", "transformer") != "transformer" or facts["role"] != "query":
         raise ConfigError(
-            f"{folder} holds no query tower with a transformer and a projection: there is no graph to export"
+            f"{folder} holds no query tower with a transformer and a projection: export one that has them"
         )
     tower = load_tower(folder)
     size = sum(parameter.nbytes for parameter in tower.parameters())
     if size >= MAX_GRAPH_BYTES:
         raise ConfigError(
-            f"{folder} has {size / 2**30:.1f} GiB of weights, an ONNX file takes 2: distil it first"
+            f"{folder} has {size / 2**30:.1f} GiB of weights, an ONNX file at most 2: distil it first"
         )
     into.mkdir(parents=True, exist_ok=True)
-    # Files move to `into` only after the check: it may hold a graph of another form.
+    # Files are moved to `into` only after the check: it may contain a graph of another form.
     temporary = Path(tempfile.mkdtemp(prefix=".export-", dir=into))
     try:
         _write_references(tower, temporary, queries)
@@ -77,33 +77,36 @@ def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: Onnx
 
 
 def _quantize_exactly(folder: Path) -> float:
-    """Replace the float32 graph by the fastest exact 8-bit graph; ConfigError if none is exact."""
+    """Replace the float32 graph by the fastest 8-bit graph that is exact enough.
+
+    Raise ConfigError if none is.
+    """
     for weights, operators in _QUANTIZATIONS:
         _quantize(folder, weights=weights, operators=operators)
         try:
             least = _check(folder, "onnx_int8")
         except ConfigError as error:
             log.info("8-bit %s of %s are not exact enough here", weights, " and ".join(operators))
-            too_low = error
+            last_error = error
         else:
             (folder / ONNX_FILES["onnx"]).unlink()
             return least
-    raise too_low
+    raise last_error
 
 
 def _check(folder: Path, form: OnnxForm) -> float:
-    """Return the least cosine of a graph; ConfigError if it is too low."""
+    """Return the least cosine of a graph; raise ConfigError if it is too low."""
     least = OnnxTower(folder, form).agreement()
     if least < MIN_COSINE:
         raise ConfigError(
             f"{form} gives a query another embedding than the tower, cosine {least:.4f}, less than "
-            f"{MIN_COSINE}: not exported; take form onnx, or torch"
+            f"{MIN_COSINE}: it is not exported; use form onnx, or torch"
         )
     return least
 
 
 def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
-    """Write the graph with 8-bit weights per column.
+    """Write the graph with 8-bit weights and a scale per column.
 
     The graph is not optimised first: fused operators would lose the types of their weights.
     """
@@ -125,7 +128,7 @@ def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
 def _write_references(tower: Tower, folder: Path, queries: Sequence[str]) -> None:
     """Write ``onnx.json``, and golden queries with the tower's embeddings of them.
 
-    They are computed in float32, one query at a time, so that they contain no effect of padding.
+    The embeddings are computed in float32, one query at a time, so that padding has no effect on them.
     """
     settings = {
         "dim": tower.dim,
@@ -136,24 +139,24 @@ def _write_references(tower: Tower, folder: Path, queries: Sequence[str]) -> Non
     assert isinstance(tower.prompt, QueryPrompt)
     rows = tower.prompt.rows(queries)
     with torch.inference_mode():
-        expected = torch.cat([tower(collate([row], pad=tower.pad))[:, 0] for row in rows]).numpy()
+        embeddings = torch.cat([tower(collate([row], pad=tower.pad))[:, 0] for row in rows]).numpy()
     write_json(folder / "onnx.json", settings)
     write_json(folder / "golden.json", list(queries))
-    np.save(folder / "golden.npy", expected, allow_pickle=False)
+    np.save(folder / "golden.npy", embeddings, allow_pickle=False)
 
 
 def _write_float32_graph(tower: Tower, path: Path) -> None:
     """Trace a query tower into a float32 ONNX graph. Modules of `tower` are replaced: do not use it again.
 
-    The older of torch's two exporters is used, which records one run of the model: 0.3 s for a tiny BERT and
-    4 s for 4 layers of 768. The newer one took 37 s and 13 s and needs two more packages.
+    The older of torch's two exporters is used, which records one run of the model: it takes 0.3 s for a tiny
+    BERT and 4 s for 4 layers of 768. The newer one took 37 s and 13 s and needs two more packages.
     """
     ids = torch.full((3, min(7, tower.config.max_length)), tower.special.pad)
     mask = torch.ones_like(ids)
     mask[1, ids.shape[1] // 2 :] = 0
     axes = {0: "rows", 1: "tokens"}
     with warnings.catch_warnings():
-        # Deprecation of this exporter, and a warning for each Python number that becomes a constant.
+        # The exporter warns of its deprecation and of each Python number that becomes a constant.
         warnings.simplefilter("ignore")
         torch.onnx.export(
             QueryGraph(tower).eval(),
@@ -188,7 +191,7 @@ class QueryGraph(nn.Module):
     def forward(
         self, ids: Int[Tensor, "rows tokens"], mask: Int[Tensor, "rows tokens"]
     ) -> Float[Tensor, "rows dim"]:
-        """Return embeddings of rows that are padded on the right, not normalised."""
+        """Return embeddings, not normalised, of rows that are padded on the right."""
         masks: Any = self._mask(mask, self._window)
         if self._by_layer:
             masks = {"full_attention": self._mask(mask, None), "sliding_attention": masks}
@@ -217,9 +220,9 @@ class QueryGraph(nn.Module):
 
 
 class FirstPosition(nn.Module):
-    """BERT's last layer for the first position alone: keys and values of all tokens, the rest of one.
+    """BERT's last layer for only the first position: keys and values of all tokens, the rest of one.
 
-    It returns exactly the layer's state at that position, for a sixth of the operations.
+    The state at that position is exactly the layer's, for a sixth of the operations.
     """
 
     layer: Any
@@ -251,7 +254,7 @@ def _is_bert(backbone: nn.Module) -> bool:
     layers = getattr(getattr(backbone, "encoder", None), "layer", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         return False
-    own = getattr(getattr(layers[-1], "attention", None), "self", None)
+    self_attention = getattr(getattr(layers[-1], "attention", None), "self", None)
     return hasattr(layers[-1], "feed_forward_chunk") and all(
-        hasattr(own, name) for name in ("query", "key", "value", "attention_head_size")
+        hasattr(self_attention, name) for name in ("query", "key", "value", "attention_head_size")
     )

@@ -1,7 +1,7 @@
-"""Text to token rows: documents through a prompt with placeholders, queries with their special tokens.
+"""Prompts, from text to token rows: documents with placeholders, queries with their special tokens.
 
-A row contains the positions whose states become embeddings. A causal model predicts a placeholder from the
-state *before* it: that position is pooled, and the row ends before the last placeholder. A bidirectional
+A row contains the positions of the states that become embeddings. A causal model predicts a placeholder from
+the state *before* it: that position is pooled, and the row ends before the last placeholder. A bidirectional
 model fills a placeholder in place: the state *at* it is pooled (ScalingNote, section 3.2).
 """
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
 TEXT_PLACEHOLDERS = ("{title}", "{topic}", "{content}")
-BOUNDARY = "␞"  # U+241E; no control character: some tokenizers drop those before they split
+BOUNDARY = "␞"  # U+241E; not a control character: some tokenizers drop those before they split a text
 _PIECE = re.compile(r"(\{title\}|\{topic\}|\{content\}|\[TITLE_QUERY\]|\[CONTENT_QUERY\]|\[EMB\])")
-# A tighter cut than `cut_characters` makes, for prompts that tokenize again what has too few tokens then.
+# A tighter cut than that of `cut_characters`, for prompts that tokenize a text again if the cut leaves too
+# few tokens.
 _USUAL_CHARACTERS_PER_TOKEN = 8
 
 
@@ -39,7 +40,7 @@ class TokenRow:
 
     ids: list[int]
     positions: list[int]
-    lost: int = field(default=0, compare=False)  # tokens of the text that are not read, about
+    lost: int = field(default=0, compare=False)  # approximate number of tokens of the text that are not read
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class QueryPrompt:
     """
 
     views = ("query",)
-    takes_ids = True  # the row of a text is that of its token ids
+    takes_ids = True  # the row of a text equals the row of its token ids
 
     def __init__(self, tokenizer: Tokenizer, special: SpecialTokens, *, max_length: int, causal: bool):
         if causal and special.end is None:
@@ -104,16 +105,16 @@ class DocumentPrompt:
         """Make the prompt of a tower.
 
         Args:
-            tokenizer: without padding and truncation; it has the placeholders.
+            tokenizer: tokenizer without padding and truncation, with the placeholders in its vocabulary.
             special: ids around a document.
             template: text with {title}, {topic}, {content} and the keys of :data:`PLACEHOLDERS`.
-            max_length: tokens of a row; a longer title still gives a longer row.
+            max_length: maximum tokens of a row; a long title may exceed it, because titles are not truncated.
             causal: whether placeholders are predicted from the state before them.
             max_positions: rows longer than this are errors.
             spans: whether rows contain the spans of the fields, which a sparse head needs.
 
         Raises:
-            ConfigError: the template has no placeholder, or is as long as `max_length` itself.
+            ConfigError: the template has no placeholder, or it fills `max_length` by itself.
         """
         self.tokenizer, self._max_length, self._causal = tokenizer, max_length, causal
         self._max_positions, self._spans = max_positions, spans
@@ -131,9 +132,7 @@ class DocumentPrompt:
             elif piece in PLACEHOLDERS:
                 number = tokenizer.token_to_id(piece)
                 if number is None:
-                    raise ConfigError(
-                        f"the tokenizer has no token {piece}; towers add it when they are built"
-                    )
+                    raise ConfigError(f"the tokenizer has no token {piece}: build the tower, which adds it")
                 self._pieces.append([number])
             else:
                 self._pieces.append(tokenizer.encode(piece, add_special_tokens=False).ids)
@@ -142,11 +141,11 @@ class DocumentPrompt:
         self._tail = [special.end] if not causal and special.end is not None else []
         fixed = sum(len(piece) for piece in self._pieces if isinstance(piece, list))
         self._fixed = fixed + len(self._head) + len(self._tail) - int(causal)
-        # Tokens that are read of a content without title and topic.
+        # Maximum tokens of the content of a document without title and topic.
         self.max_tokens = max_length - self._fixed
         if self._fixed >= max_length:
             raise ConfigError(
-                f"the document prompt alone takes {self._fixed} of max_length={max_length} tokens: "
+                f"the document prompt itself takes {self._fixed} of max_length={max_length} tokens: "
                 "raise max_length or shorten the prompt"
             )
 
@@ -179,28 +178,32 @@ class DocumentPrompt:
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
     ) -> list[TokenRow | DataError]:
-        """Return one row per document, and a DataError for one that exceeds the model's positions.
+        """Return one row per document, or a DataError for a document that exceeds the model's positions.
 
-        Content is truncated first, then topic, but neither title nor placeholders.
+        Content is truncated first, then topic; title and placeholders are not truncated.
         """
         max_tokens = self._max_length
         fields = {"title": titles, "topic": topics, "content": contents}
-        # A field that is not in the template takes no tokens from the others.
-        read = [texts if name in self._pieces else [""] * len(texts) for name, texts in fields.items()]
-        columns = [tokenize(self.tokenizer, texts, max_tokens) for texts in read]
-        unseen = [
+        # A field that is not in the template takes no tokens away from the others.
+        texts_of_fields = [
+            texts if name in self._pieces else [""] * len(texts) for name, texts in fields.items()
+        ]
+        columns = [tokenize(self.tokenizer, texts, max_tokens) for texts in texts_of_fields]
+        unread_counts = [
             sum(_unseen(text, ids, max_tokens) for text, ids in zip(texts, each, strict=True))
-            for texts, each in zip(zip(*read, strict=True), zip(*columns, strict=True), strict=True)
+            for texts, each in zip(
+                zip(*texts_of_fields, strict=True), zip(*columns, strict=True), strict=True
+            )
         ]
         title, topic, content = columns
-        return [self._row(*row) for row in zip(title, topic, content, unseen, strict=True)]
+        return [self._row(*row) for row in zip(title, topic, content, unread_counts, strict=True)]
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of a content without title and topic that are read."""
+        """Return the tokens that are read of the content of a document without title and topic."""
         return ids[: self.max_tokens]
 
     def row(self, ids: Sequence[int]) -> TokenRow | DataError:
-        """Return the row of a document without title and topic whose content has these tokens."""
+        """Return the row of a document that has only a content with these tokens."""
         return self._row([], [], list(ids))
 
     def _row(
@@ -240,7 +243,7 @@ class TokenDocuments(DocumentPrompt):
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
     ) -> list[TokenRow | DataError]:
-        """Return one row per document; long ones are cut. Its position is not used."""
+        """Return one row per document; long ones are cut. The position of a row is not used."""
         texts = [" ".join(filter(None, fields)) for fields in zip(titles, topics, contents, strict=True)]
         rows = tokenize(self.tokenizer, texts, self._max_length)
         most = self._max_length
@@ -253,56 +256,57 @@ class TokenDocuments(DocumentPrompt):
 class TextPrompt:
     """Texts of a published model: a prefix, the text, and the special tokens of the post-processor.
 
-    A long text is truncated, but not its special tokens, as in sentence-transformers.
+    A long text is truncated, but its special tokens are kept, as in sentence-transformers.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, prefix: str, max_length: int, keeps: str = "left", empty: int = 0
     ) -> None:
-        """Copy `tokenizer`, with its post-processor; ConfigError if the prefix alone fills `max_length`.
+        """Make a prompt with a copy of `tokenizer` and its post-processor.
 
-        `keeps` is the side of a long text that is read, "left" or "right"; `empty` the token of a row that
-        has no other, such as that of an empty text without special tokens.
+        `keeps` is the side of a long text that is read, "left" or "right"; `empty` is the only token of a row
+        that would have none, such as that of an empty text without special tokens. Raise ConfigError if the
+        prefix by itself fills `max_length`.
         """
         self.tokenizer = without_limits(Tokenizer.from_str(tokenizer.to_str()))
         self._prefix, self._max_length, self._keeps, self._empty = prefix, max_length, keeps, empty
-        # The arguments that make this prompt again.
+        # Arguments that restore this prompt.
         self.facts = {"prefix": prefix, "max_length": max_length, "keeps": keeps, "empty": empty}
         self._head, self._tail = special_around(self.tokenizer)
         fixed = len(self.tokenizer.encode(prefix).ids)
         if fixed >= max_length:
             raise ConfigError(
-                f"the prompt {prefix!r} alone takes {fixed} of {max_length} tokens: raise max_length or give "
-                "another prefix"
+                f"the prefix {prefix!r} itself takes {fixed} of {max_length} tokens: raise max_length or "
+                "shorten the prefix"
             )
-        self.max_tokens = max_length - fixed  # tokens of a text that are read
-        self.takes_ids = not prefix  # the last token of a prefix may end within the text
+        self.max_tokens = max_length - fixed  # maximum tokens of a text
+        self.takes_ids = not prefix  # the last token of a prefix may end inside the text
         direction = "right" if keeps == "left" else "left"
         self.tokenizer.enable_truncation(max_length, direction=direction)
 
     def texts(self, texts: Sequence[str]) -> list[TokenRow]:
-        """Return one row per text. Its position is not used: pooling reads all states of a row."""
-        whole = [self._prefix + text for text in texts]
-        pieces = [self._shorten(text) for text in whole]
+        """Return one row per text. The position of a row is not used: pooling reads all its states."""
+        full_texts = [self._prefix + text for text in texts]
+        pieces = [self._shorten(text) for text in full_texts]
         encodings = _encodings(self.tokenizer, pieces, special=True)
-        for i, text in enumerate(whole):
-            # A cut text of long words may have fewer than `max_tokens` tokens: it is tokenized as a whole.
+        for i, text in enumerate(full_texts):
+            # A cut text of long words may have too few tokens: the complete text is then tokenized.
             if len(pieces[i]) < len(text) and len(encodings[i].ids) < self._max_length:
                 pieces[i], encodings[i] = text, self.tokenizer.encode(text)
-        lost = map(self._count_lost, whole, pieces, encodings)
+        unread_counts = map(self._count_lost, full_texts, pieces, encodings)
         return [
             TokenRow(encoding.ids or [self._empty], [0], unread)
-            for encoding, unread in zip(encodings, lost, strict=True)
+            for encoding, unread in zip(encodings, unread_counts, strict=True)
         ]
 
     def _count_lost(self, text: str, piece: str, encoding: Encoding) -> int:
-        """Tokens of a text that are not read, of which `piece` was tokenized."""
+        """Estimate the number of tokens of `text` that are not read, if only `piece` of it was tokenized."""
         special = len(self._head) + len(self._tail)
         more = sum(len(rest.ids) - special for rest in encoding.overflowing)
         return more + round((len(encoding.ids) - special + more) * (len(text) / max(len(piece), 1) - 1))
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of a text that are read."""
+        """Return the tokens that are read of a text."""
         return ids[: self.max_tokens] if self._keeps == "left" else ids[max(len(ids) - self.max_tokens, 0) :]
 
     def row(self, ids: Sequence[int]) -> TokenRow:
@@ -311,7 +315,7 @@ class TextPrompt:
         return TokenRow([*self._head, *prefix, *ids, *self._tail] or [self._empty], [0])
 
     def _shorten(self, text: str) -> str:
-        """Cut a long text at a space, since a row cannot hold all of its tokens."""
+        """Cut a long text at a space, because a row cannot hold all of its tokens."""
         longest = self._max_length * _USUAL_CHARACTERS_PER_TOKEN
         if self._keeps != "left" or len(text) <= longest:
             return text
@@ -330,7 +334,7 @@ class TextQueries(TextPrompt, QueryPrompt):
 class TextDocuments(TextPrompt, DocumentPrompt):
     """Documents of a published model as ``title content``, as in BEIR; the topic is not read.
 
-    Spaces at the ends of a text are read: some tokenizers make tokens of them, as in sentence-transformers.
+    As in sentence-transformers, spaces at the ends of a text are kept: some tokenizers make tokens of them.
     """
 
     views, width = ("summary",), 1
@@ -344,7 +348,10 @@ class TextDocuments(TextPrompt, DocumentPrompt):
 
 
 def document_fields(documents: "pa.Table") -> list[list[str]]:
-    """Return titles, topics and contents of a table; null is an empty text, DataError what is no text."""
+    """Return titles, topics and contents of a table; null becomes "".
+
+    Raise DataError if a value is not a text.
+    """
     return [
         checked_texts(
             ("" if text is None else text for text in documents[name].to_pylist()),
@@ -355,7 +362,7 @@ def document_fields(documents: "pa.Table") -> list[list[str]]:
 
 
 def split(template: str) -> list[str]:
-    """Return literals (braces still doubled), fields and placeholders of a template, in order."""
+    """Split a template into literals (braces still doubled), fields and placeholders, in order."""
     return [piece for piece in _PIECE.split(template) if piece]
 
 
@@ -364,7 +371,7 @@ def plain(piece: str) -> str:
     return piece.replace("{{", "{").replace("}}", "}")
 
 
-# Tokenizers that added and left out the two tokens as their flags said, in transformers 4.
+# Tokenizers that added or left out the two tokens as their flags stated, in transformers 4.
 _FLAGGED = re.compile("(Llama|CodeLlama|Gemma|Cohere|GPTNeoX)Tokenizer(Fast)?")
 
 
@@ -376,18 +383,18 @@ def add_flagged_tokens(
     end: str | None,
     removes: bool | None = None,
 ) -> str:
-    """Make `tokenizer` add the first and the end token as its flags say; returns in words what changed.
+    """Make `tokenizer` add the first and the end token as its flags state; return the changes in words.
 
-    Models were trained with what add_bos_token and add_eos_token say, which transformers 5 does not read
-    where there is a tokenizer.json. A flag that is true is always followed; one that is false removes a token
-    where the tokenizer's class followed it in transformers 4.
+    Models were trained as the flags add_bos_token and add_eos_token state, but transformers 5 does not read
+    them if there is a tokenizer.json. A flag that is true is always applied. One that is false removes a
+    token if the tokenizer's class applied it in transformers 4.
 
     Args:
-        tokenizer: of tokenizer.json; its post-processor is replaced if it says something else.
-        settings: of tokenizer_config.json.
+        tokenizer: content of tokenizer.json; its post-processor is replaced if the flags differ from it.
+        settings: content of tokenizer_config.json.
         first: the beginning-of-sequence token; None if there is none.
         end: the end-of-sequence token.
-        removes: whether a flag that is false removes a token; None: as the tokenizer's class did.
+        removes: whether a flag that is false removes a token; None: as in the tokenizer's class.
     """
     before, after = special_around(tokenizer)
     if removes is None:
@@ -409,7 +416,7 @@ def add_flagged_tokens(
 
 
 def special_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the tokens that the post-processor adds before and after a text, by the row of the text "a"."""
+    """Return the tokens that the post-processor adds before and after a text, found by encoding "a"."""
     ids = tokenizer.encode("a").ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     start = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)
@@ -418,14 +425,14 @@ def special_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 def template_of(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> Any:
     """Return a post-processor that adds tokens before and after a text, and around both texts of a pair."""
-    added = {name: list(ids) for name, ids in (("before", before), ("after", after)) if ids}
-    single = [name for name in ("before", "$A", "after") if name == "$A" or name in added]
+    ids_by_name = {name: list(ids) for name, ids in (("before", before), ("after", after)) if ids}
+    single = [name for name in ("before", "$A", "after") if name == "$A" or name in ids_by_name]
     return processors.TemplateProcessing(
         single=single,
         pair=[*single, *("$B:1" if name == "$A" else f"{name}:1" for name in single)],
         special_tokens=[
             {"id": name, "ids": ids, "tokens": [tokenizer.id_to_token(id) for id in ids]}
-            for name, ids in added.items()
+            for name, ids in ids_by_name.items()
         ],
     )
 
@@ -438,7 +445,7 @@ def without_limits(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def split_at_boundary(tokenizer: Tokenizer) -> None:
-    """Make `tokenizer` split text at BOUNDARY, remove it, and tokenize each piece as a text of its own."""
+    """Make `tokenizer` split text at BOUNDARY, remove it, and tokenize each piece as a separate text."""
     pre_tokenizer, normalizer = tokenizer.pre_tokenizer, tokenizer.normalizer
     if BOUNDARY in repr(pre_tokenizer):
         return
@@ -454,7 +461,7 @@ def split_at_boundary(tokenizer: Tokenizer) -> None:
 
 
 def lowercase(tokenizer: Tokenizer) -> None:
-    """Make `tokenizer` lower-case texts before it does anything else."""
+    """Make `tokenizer` lower-case texts before all other steps."""
     others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
 
@@ -467,18 +474,18 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> lis
 
 def _encodings(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list[Encoding]:
     if len(texts) == 1:
-        # A batch releases the GIL: beside a thread that searches, a single query would wait to get it back.
+        # A batch releases the GIL: if another thread searches, a single query would wait for it.
         return [tokenizer.encode(texts[0], add_special_tokens=special)]
     return list(tokenizer.encode_batch_fast(texts, add_special_tokens=special))
 
 
 def _unseen(text: str, ids: Sequence[int], max_tokens: int) -> int:
-    """Tokens of a text behind :func:`cut_characters`, if it has as many per character there as before."""
-    read = max_tokens * CHARACTERS_PER_TOKEN
-    return round(len(ids) * max(len(text) - read, 0) / read)
+    """Estimate the tokens of a text after the cut of :func:`cut_characters` by those before the cut."""
+    read_characters = max_tokens * CHARACTERS_PER_TOKEN
+    return round(len(ids) * max(len(text) - read_characters, 0) / read_characters)
 
 
-# --- token rows as Arrow columns: pyarrow and numpy are loaded late, the query path does without them -------
+# --- token rows as Arrow columns: pyarrow and numpy are imported late, the query path does not need them ----
 
 
 def token_columns(rows: Iterable[Sequence[TokenRow]], *, views: int) -> "dict[str, pa.Array]":
@@ -500,7 +507,7 @@ def token_columns(rows: Iterable[Sequence[TokenRow]], *, views: int) -> "dict[st
 def list_column(values: "Shaped[ndarray, ' values']", offsets: Sequence[int]) -> "pa.Array":
     """Return a column of lists; list i has values offsets[i] to offsets[i + 1].
 
-    Offsets have 64 bits: a large part of long documents can have more than 2^31 tokens.
+    Offsets have 64 bits: a large part with long documents can have more than 2^31 tokens.
     """
     import pyarrow as pa
 
@@ -508,6 +515,6 @@ def list_column(values: "Shaped[ndarray, ' values']", offsets: Sequence[int]) ->
 
 
 def indexed_view(views: Sequence[str]) -> str:
-    """The view that a tower gives where it gives one: that of [EMB], which is indexed, else the last."""
+    """Return the view of a tower that is indexed: that of [EMB] if there is one, else the last."""
     view = PLACEHOLDERS["[EMB]"]
     return view if view in views else views[-1]

@@ -1,18 +1,18 @@
 """Publish towers: each tower of an artifact as a folder, or a student and its teacher as one Router folder.
 
-A Router folder is loaded by `SentenceTransformer(folder)`; queries pass the student, documents the teacher:
+`SentenceTransformer(folder)` loads a Router folder; queries pass the student, documents the teacher:
 
-    modules.json                        Router, then Normalize where embeddings are compared by cosine
+    modules.json                        Router, then Normalize if embeddings are compared by cosine
     router_config.json                  the modules of both routes
-    query_0_StaticEmbedding/, ...       the student, in float32; Normalize where they are compared by dot
-    document_0_Transformer/, ...        the teacher: a copy, or `document_0_ReferencedModel/`, its name alone
+    query_0_StaticEmbedding/, ...       the student, in float32; Normalize if embeddings are compared by dot
+    document_0_Transformer/, ...        the teacher: a copy, or `document_0_ReferencedModel/`, only its name
     config_sentence_transformers.json   the prompt of each route, and the similarity of the teacher
     README.md                           model card (models/card.py)
 
-`encode_query` and `encode_document` return the embeddings of our encoders, normalised. Of a teacher that
-compares by dot, documents keep their length and queries get length 1, which changes no ranking: a score is
-the teacher's by a factor of each query. `encode` without a role takes the document route with its prompt:
-documents encoded by the student would stay in an index, while queries encoded by the teacher are only slower.
+`encode_query` and `encode_document` return the embeddings of our encoders, normalised. If the teacher
+compares by dot, documents keep their length and queries get length 1. This changes no ranking: all scores of
+a query are the teacher's times one factor. `encode` without a role takes the document route with its prompt:
+documents encoded by the student would stay in an index, but queries encoded by the teacher are only slower.
 """
 
 import json
@@ -33,7 +33,8 @@ from scalingnote.storage.artifact import Artifact, Manifest, open_artifact
 _BASE = "sentence_transformers.base.modules"
 _NORMALIZE = f"{_BASE}.normalize.Normalize"
 _STATIC_EMBEDDING = "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding"
-# A module in its model's root folder has files with these suffixes, except those of the model and of ours.
+# The files of a module in its model's root folder have these suffixes. The files below, which belong to the
+# model or to this package, are excepted.
 _MODULE_SUFFIXES = {".json", ".txt", ".model", ".safetensors", ".jinja"}
 _NOT_OF_A_MODULE = {
     *("modules.json", "config_sentence_transformers.json", "router_config.json", "model_index.json"),
@@ -46,7 +47,7 @@ class _Side:
     """A tower's folder: a table, or the modules of a route."""
 
     tower: Mapping[str, Any]  # tower.json; empty of a published model
-    modules: Sequence[Module]  # none of a table
+    modules: Sequence[Module]  # empty for a table
     dim: int | None  # of an embedding, truncated; None: unknown
     prompt: str
     truncated: bool  # whether the model truncates its embeddings
@@ -67,14 +68,14 @@ def write_router(
             sentence-transformers reads.
         document: the teacher's folder: `document/` of an artifact, or a published model's; None: no route.
         folder: where to write. Route folders of an earlier call are replaced, other files are kept.
-        document_reference: a hub id, "id@revision", or a folder. Documents are then encoded by the model of
-            this name, loaded where the router is loaded; nothing of `document` is copied.
-        facts: what the model card says beyond the folders.
+        document_reference: a hub id, "id@revision", or a folder. The model of this name then encodes
+            documents. It is loaded when the router is loaded; no file of `document` is copied.
+        facts: facts of the model card that are not in the folders.
 
     Raises:
-        ConfigError: the towers' dimensions differ, a folder has no modules.json or holds adapters alone, a
-            module needs code of its own, documents are compared neither by cosine nor by dot, or `folder`
-            holds another model.
+        ConfigError: the towers' dimensions differ, a folder has no modules.json or holds only adapters, a
+            module needs its own code, documents are compared neither by cosine nor by dot, or `folder` holds
+            another model.
     """
     # All checks come before the first file is removed or written.
     sides: dict[Role, _Side] = {"query": _side(query, "query")}
@@ -88,7 +89,7 @@ def write_router(
     if len(set(dims.values())) > 1:
         raise ConfigError(
             f"the query tower gives embeddings of {dims['query']} dimensions, the document tower of "
-            f"{dims['document']}: both routes need the same"
+            f"{dims['document']}: choose towers with equal dimensions"
         )
     _clear(folder)
     student = sides["query"].modules
@@ -115,7 +116,7 @@ def write_router(
 
 
 def split_reference(reference: str) -> tuple[str, str | None]:
-    """Split "id@revision" into hub id and revision; a folder, which may contain an @, has no revision."""
+    """Split "id@revision" into hub id and revision; the path of a folder, which may contain @, has none."""
     if Path(reference).is_dir():
         return str(Path(reference).resolve()), None
     model, _, revision = reference.partition("@")
@@ -152,7 +153,7 @@ def _dim(modules: Sequence[Module]) -> int | None:
 
 
 def _modules(folder: Path, role: Role) -> list[Module]:
-    """Return the modules to copy; ConfigError if sentence-transformers could not load the copy."""
+    """Return the modules to copy; raise ConfigError if sentence-transformers could not load the copy."""
     modules = published_model.read_modules(folder, role)
     if not modules:
         raise ConfigError(
@@ -162,16 +163,14 @@ def _modules(folder: Path, role: Role) -> list[Module]:
     for module in modules:
         ours = module.type in (LOOKUP_TABLE, REFERENCED_MODEL)
         if not ours and not module.type.startswith("sentence_transformers."):
-            raise ConfigError(
-                f"{folder}: the module {module.type} needs code of its own, which is not copied"
-            )
+            raise ConfigError(f"{folder}: the module {module.type} needs its own code, which is not copied")
         if module.kwargs:
             raise ConfigError(
                 f"{folder}: {module.name} takes {', '.join(module.kwargs)} from `encode`, which a Router "
                 "does not pass on"
             )
         if (module.folder / "adapter_config.json").exists():
-            raise ConfigError(f"{folder} holds adapters alone: save the tower with its adapters merged")
+            raise ConfigError(f"{folder} holds only adapters: save the tower with its adapters merged")
         if module.name == "Transformer" and not any(module.folder.glob("*.safetensors")):
             raise ConfigError(f"{module.folder} has no safetensors: convert its weights first")
     return modules
@@ -186,11 +185,11 @@ def _check_reference(reference: str, document: Path) -> None:
         [module.name for module in published_model.read_modules(folder, "document") or ()]
         for folder in (Path(model), document)
     )
-    referenced, expected = ([name for name in route if name != "Normalize"] for route in names)
-    if referenced != expected:
+    model_modules, tower_modules = ([name for name in route if name != "Normalize"] for route in names)
+    if model_modules != tower_modules:
         raise ConfigError(
-            f"{model} has the modules {', '.join(referenced) or 'none'}, the document tower {document} has "
-            f"{', '.join(expected)}: write a copy, without document_reference"
+            f"{model} has the modules {', '.join(model_modules) or 'none'}, the document tower {document} "
+            f"has {', '.join(tower_modules)}: write a copy, without document_reference"
         )
 
 
@@ -199,7 +198,7 @@ def _clear(folder: Path) -> None:
     earlier = read_json(folder / "router_config.json")
     others = [name for name in ("modules.json", "config.json", "tower.json") if (folder / name).exists()]
     if earlier is None and others:
-        raise ConfigError(f"{folder} holds another model ({', '.join(others)}): give a new folder")
+        raise ConfigError(f"{folder} holds another model ({', '.join(others)}): choose a new folder")
     for name in (earlier or {}).get("types", {}):
         if Path(name).name == name:
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -220,13 +219,13 @@ def _write_reference(reference: str, max_length: int | None, folder: Path) -> di
     model, revision = split_reference(reference)
     name = "document_0_ReferencedModel"
     (folder / name).mkdir()
-    named = {"model": model, "revision": revision, "max_seq_length": max_length}
-    write_json(folder / name / "config.json", named)
+    settings = {"model": model, "revision": revision, "max_seq_length": max_length}
+    write_json(folder / name / "config.json", settings)
     return {name: REFERENCED_MODEL}
 
 
 def _copy(source: Path, modules: Sequence[Module], folder: Path, role: Role) -> dict[str, str]:
-    """Copy the modules of a route; returns their types by folder name, in order."""
+    """Copy the modules of a route and return their types by folder name, in order."""
     types = {}
     for number, module in enumerate(modules):
         name = f"{role}_{number}_{module.type.rpartition('.')[2]}"
@@ -243,7 +242,7 @@ def _copy(source: Path, modules: Sequence[Module], folder: Path, role: Role) -> 
 
 
 def _write_normalise(place: Path) -> str:
-    """Write a Normalize module; returns the name of its folder."""
+    """Write a Normalize module and return the name of its folder."""
     place.mkdir(exist_ok=True)
     write_json(place / "config.json", {})
     return place.name
@@ -267,8 +266,8 @@ def _write_lists(folder: Path, types: dict[str, dict[str, str]], similarity: Sim
 def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:
     """Copy every tower of an artifact, a dual encoder or a student, below `folder`, with a model card.
 
-    The cards print `metrics`. Returns the towers' folders, which transformers, sentence-transformers and this
-    package read. ArtifactError if `artifact` holds no tower.
+    The cards print `metrics`. Return the towers' folders, which transformers, sentence-transformers and this
+    package read. Raise ArtifactError if `artifact` holds no tower.
     """
     names = [name.split("/")[0] for name in artifact.names(suffix="/tower.json")]
     if not names:
@@ -283,7 +282,7 @@ def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | 
 
 
 def _ancestors(artifact: Artifact) -> dict[str, Manifest]:
-    """Return the manifests of all existing ancestors by kind; of several, the nearest."""
+    """Return the manifests of all existing ancestors by kind; the nearest if a kind has several."""
     manifests: dict[str, Manifest] = {}
     queue = [artifact]
     while queue:

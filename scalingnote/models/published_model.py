@@ -1,4 +1,4 @@
-"""A published embedding model, read without torch: its modules and prompts.
+"""Modules and prompts of a published embedding model, read without torch.
 
     modules.json         the modules that every text passes
     router_config.json   the modules of each role, if the first module is a Router
@@ -6,9 +6,10 @@
     prefix + text -> the tokenizer with its own post-processor -> transformer -> pooling -> dense, normalise
 
 The files are those of sentence-transformers: modules.json, the folders listed there,
-sentence_bert_config.json (lengths, lower case) and config_sentence_transformers.json (prompts). Of a Router,
-the modules of one role are read. A setting that this package does not implement is reported in `unknown`, and
-sentence-transformers then runs the model. A setting that is missing is an error. No weights are read here.
+sentence_bert_config.json (lengths, lower case) and config_sentence_transformers.json (prompts). If there is a
+Router, the modules of one role are read. A setting that this package does not implement is reported in
+`unknown`, and sentence-transformers then runs the model. A missing setting is an error. No weights are read
+here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.core.model_files import local_folder, read_json
 
 Role = Literal["query", "document"]
-Similarity = Literal["cosine", "dot"]  # what search computes of a query and a document
+Similarity = Literal["cosine", "dot"]  # computed by search between a query and a document
 # Classes of scalingnote.models.library_modules. Published folders contain these names: never change them.
 LOOKUP_TABLE = "scalingnote.models.library_modules.LookupTable"
 REFERENCED_MODEL = "scalingnote.models.library_modules.ReferencedModel"
@@ -58,30 +59,31 @@ class Module:
 
     @property
     def name(self) -> str:
-        """The class name of a module of sentence-transformers; the dotted path of another one."""
+        """The class name of a module of sentence-transformers; the dotted path of any other module."""
         return self.type.rpartition(".")[2] if self.type.startswith("sentence_transformers.") else self.type
 
 
 def read_modules(folder: Path, role: Role) -> list[Module] | None:
     """Return the modules that texts of `role` pass, in order; None if `folder` has no modules.json.
 
-    ConfigError if a file is not as sentence-transformers writes it, or a Router has no route for `role`.
+    Raise ConfigError if a file has another format than sentence-transformers writes, or if a Router has no
+    route for `role`.
     """
-    listed = read_json(folder / "modules.json")
-    if listed is None:
+    entries = read_json(folder / "modules.json")
+    if entries is None:
         return None
-    modules = [_module(folder, each) for each in listed]
+    modules = [_module(folder, each) for each in entries]
     if modules and modules[0].name in ("Router", "Asym"):
         return [*_route(modules[0].folder, role), *modules[1:]]
     return modules
 
 
 def role_prompt(folder: Path, role: Role) -> str:
-    """Return the prefix of queries or documents: the prompt of the role's name, empty if there is none.
+    """Return the prefix of queries or documents: the prompt with the role's name, or "" if there is none.
 
-    Those of `encode_query` and `encode_document`, so that vectors of an existing index match. The library
-    reads neither a default prompt there, nor one named passage or corpus: whatever a folder names, the loaded
-    model has a prompt named document. ConfigError if the default names no prompt.
+    `encode_query` and `encode_document` use the same prompts, so that vectors of an existing index match.
+    There the library reads neither a default prompt nor one named passage or corpus, because a loaded model
+    always has a prompt named document. Raise ConfigError if the default names no prompt.
     """
     settings = model_settings(folder)
     prompts: Mapping[str, str | None] = settings.get("prompts") or {}
@@ -89,42 +91,42 @@ def role_prompt(folder: Path, role: Role) -> str:
     if default is not None and default not in prompts:
         raise ConfigError(
             f"{folder / 'config_sentence_transformers.json'}: default_prompt_name is {default!r}, which is "
-            f"none of its prompts ({', '.join(prompts) or 'it has none'})"
+            f"not one of its prompts ({', '.join(prompts) or 'it has none'})"
         )
     return prompts.get(role) or ""
 
 
 def unread_prompt(folder: Path) -> tuple[str, str] | None:
-    """Return name and text of a prompt for documents that `encode_document` does not read; None: all are.
+    """Return name and text of a prompt for documents that `encode_document` does not read, or None.
 
-    There is one if it has another name than document, and no prompt has that name.
+    It is a prompt named passage or corpus, if there is no prompt named document.
     """
     prompts: Mapping[str, str | None] = model_settings(folder).get("prompts") or {}
-    named = ((name, prompts.get(name)) for name in ("passage", "corpus") if not prompts.get("document"))
-    return next(((name, text) for name, text in named if text), None)
+    candidates = ((name, prompts.get(name)) for name in ("passage", "corpus") if not prompts.get("document"))
+    return next(((name, text) for name, text in candidates if text), None)
 
 
 def similarity_name(folder: Path) -> str:
-    """Return the name of a model's own similarity; without one sentence-transformers takes the cosine."""
+    """Return the name of a model's own similarity; without one, sentence-transformers uses cosine."""
     return model_settings(folder).get("similarity_fn_name") or "cosine"
 
 
 def similarity_of(folder: Path) -> Similarity:
-    """Return how search compares the embeddings of a folder's documents.
+    """Return the similarity by which search compares the embeddings of a folder's documents.
 
-    ConfigError as :func:`searched_similarity`.
+    Raise ConfigError like :func:`searched_similarity`.
     """
     modules = read_modules(folder, "document") or []
-    whole = model_settings(folder).get("truncate_dim") is None
-    unit = whole and [module.name for module in modules[-1:]] == ["Normalize"]
+    is_complete = model_settings(folder).get("truncate_dim") is None
+    unit = is_complete and [module.name for module in modules[-1:]] == ["Normalize"]
     return searched_similarity(similarity_name(folder), unit=unit, source=folder)
 
 
 def searched_similarity(name: str, *, unit: bool, source: Path) -> Similarity:
-    """Return what search computes for a model whose own similarity has this name.
+    """Return the similarity that search computes for a model whose own similarity is `name`.
 
-    Of unit vectors, products and Euclidean distances rank as cosines do. ConfigError for a similarity that
-    search does not know: another one would rank documents otherwise.
+    Inner products and Euclidean distances of unit vectors rank like cosines. Raise ConfigError for a
+    similarity that search does not implement: another one would rank documents differently.
     """
     if name == "cosine" or (unit and name in ("dot", "euclidean")):
         return "cosine"
@@ -132,7 +134,7 @@ def searched_similarity(name: str, *, unit: bool, source: Path) -> Similarity:
         return "dot"
     raise ConfigError(
         f"{source} compares embeddings by {name!r} (similarity_fn_name), search by cosine or dot, which rank "
-        "documents otherwise: to search by one of these all the same, set adopt.similarity to it"
+        "documents differently: to search by one of these anyway, set adopt.similarity to it"
     )
 
 
@@ -142,29 +144,31 @@ def model_settings(folder: Path) -> Mapping[str, Any]:
 
 
 def dense_settings(width: int, dim: int, *, bias: bool = False) -> dict[str, Any]:
-    """Return config.json of a Dense module from `width` to `dim` dimensions without an activation."""
+    """Return config.json of a Dense module without activation from `width` to `dim` dimensions."""
     return {"in_features": width, "out_features": dim, "bias": bias, "activation_function": IDENTITY}
 
 
-def _module(folder: Path, listed: Mapping[str, Any]) -> Module:
+def _module(folder: Path, entry: Mapping[str, Any]) -> Module:
     try:
-        kwargs: Sequence[str] = listed.get("kwargs") or ()
-        return Module(listed["type"], _subfolder(folder, listed["path"]), tuple(kwargs))
+        kwargs: Sequence[str] = entry.get("kwargs") or ()
+        return Module(entry["type"], _subfolder(folder, entry["path"]), tuple(kwargs))
     except KeyError as error:
         raise ConfigError(f"{folder / 'modules.json'}: a module has no {error}") from None
 
 
 def _subfolder(folder: Path, name: str) -> Path:
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"{folder / 'modules.json'} names {name!r}, which is outside of its folder")
+        raise ConfigError(f"{folder / 'modules.json'} names {name!r}, which is outside of this folder")
     return folder / name if name else folder
 
 
 def _route(place: Path, role: Role) -> list[Module]:
-    """Return the modules of a Router's route for `role`; without one, of its default route."""
+    """Return the modules of a Router's route for `role`, or else of its default route."""
     facts = read_json(place / "router_config.json") or read_json(place / "config.json")
     if facts is None or not {"types", "structure"} <= facts.keys():
-        raise ConfigError(f"{place} holds a Router without router_config.json: fetch the whole model again")
+        raise ConfigError(
+            f"{place} holds a Router without router_config.json: fetch the complete model again"
+        )
     structure, parameters = facts["structure"], facts.get("parameters", {})
     route = role if role in structure else parameters.get("default_route")
     mapped = {
@@ -178,7 +182,7 @@ def _route(place: Path, role: Role) -> list[Module]:
     return [Module(facts["types"][name], _subfolder(place, name)) for name in structure[route]]
 
 
-HeadStep = Path | None  # a module behind pooling: the folder of a dense layer, or None, a normalisation
+HeadStep = Path | None  # a module after pooling: the folder of a dense layer, or None for a normalisation
 
 
 @dataclass(frozen=True)
@@ -187,15 +191,15 @@ class PublishedModel:
 
     source: Path  # the folder of modules.json, or of a plain Hugging Face model
     folder: Path  # of the transformer and its tokenizer
-    pooling: str  # a key of MODES, unless the model is `unknown`
+    pooling: str  # a key of MODES, unless the model has `unknown` settings
     steps: tuple[HeadStep, ...] = ()
     prefix: str = ""
-    max_length: int | None = None  # tokens; None: what the tokenizer and the model allow
+    max_length: int | None = None  # tokens; None: the limit of the tokenizer and the model
     lower_case: bool = False
     truncate_dim: int | None = None  # dimensions kept of an embedding
-    similarity: str = "cosine"  # the name of the model's own; of an adopted model a Similarity
-    tokenizer_type: str | None = None  # of AutoTokenizer, where the folder names one
-    unknown: str | None = None  # settings that only sentence-transformers implements
+    similarity: str = "cosine"  # name of the model's own one; for an adopted model a Similarity
+    tokenizer_type: str | None = None  # of AutoTokenizer, if the folder names one
+    unknown: str | None = None  # names of settings that only sentence-transformers implements
 
     @property
     def unit(self) -> bool:
@@ -206,11 +210,11 @@ class PublishedModel:
 def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedModel:
     """Read the settings of a published model for one role.
 
-    `path` is as of :func:`local_folder`. A `pooling` other than "auto" replaces that of the files; "auto" is
-    :func:`usual_pooling` of a model without modules.json.
+    `path` is that of :func:`local_folder`. A `pooling` other than "auto" replaces that of the files; "auto"
+    is :func:`usual_pooling` for a model without modules.json.
 
     Raises:
-        ConfigError: there is no such model, nothing states its pooling, or a file is invalid.
+        ConfigError: there is no such model, no file states its pooling, or a file is invalid.
     """
     folder = local_folder(path)
     modules = read_modules(folder, role)
@@ -231,12 +235,12 @@ def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedMod
 
 
 def usual_pooling(folder: Path) -> str:
-    """Return how the states of a plain transformer are pooled, where no modules.json says so.
+    """Return the pooling of a plain transformer, which has no modules.json.
 
-    As sentence-transformers does with such a folder: the last token of a causal model, which alone has seen
-    all others, and the mean of an encoder. An encoder whose config names the pooling of its own classifier
-    (ModernBERT's does) was trained with that one. ConfigError if the folder holds no config of a transformer,
-    or that of an encoder and a decoder.
+    It is the one of sentence-transformers for such a folder: the last token of a causal model, the only one
+    that attends to all others, and the mean of an encoder. If an encoder's config names the pooling of its
+    own classifier (as ModernBERT's does), the encoder was trained with that pooling, so it is used. Raise
+    ConfigError if the folder holds no config of a transformer, or the config of an encoder-decoder model.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -247,16 +251,16 @@ def usual_pooling(folder: Path) -> str:
     kind = settings.get("model_type")
     if kind is None or settings.get("is_encoder_decoder"):
         raise ConfigError(
-            f"{folder} has no modules.json, and its config.json does not say how states are pooled: set "
-            f"pooling to one of {', '.join(MODES)}, as its model card says"
+            f"{folder} has no modules.json, and its config.json does not state how states are pooled: set "
+            f"pooling to one of {', '.join(MODES)}, as its model card states"
         )
     decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     flag = settings.get("use_bidirectional_attention")
     both_ways = settings.get("is_causal") is False or flag in (True, "all")
     if (decoder or settings.get("is_decoder")) and not both_ways:
         return "last"
-    named = settings.get("classifier_pooling")
-    return named if named in MODES else "mean"
+    pooling = settings.get("classifier_pooling")
+    return pooling if pooling in MODES else "mean"
 
 
 def _of_modules(folder: Path, modules: Sequence[Module], role: Role, pooling: str) -> PublishedModel:
@@ -291,7 +295,7 @@ def _of_modules(folder: Path, modules: Sequence[Module], role: Role, pooling: st
             case "Normalize" if mode and _reads_the_embedding(settings):
                 steps.append(None)
             case "Dropout":
-                pass  # without effect outside of training
+                pass  # Dropout has no effect outside of training
             case _:
                 unknown.append(module.name)
     return replace(model, pooling=mode, steps=tuple(steps), unknown=", ".join(unknown) or None)
@@ -299,19 +303,20 @@ def _of_modules(folder: Path, modules: Sequence[Module], role: Role, pooling: st
 
 def _referenced_model(place: Path, role: Role, pooling: str) -> PublishedModel:
     """Return the settings of the model that a ReferencedModel module names."""
-    named = read_json(place / "config.json") or {}
-    if "model" not in named:
-        raise ConfigError(f"{place / 'config.json'} names no model: fetch the whole model again")
-    model = read(local_folder(named["model"], revision=named.get("revision")), role, pooling=pooling)
+    settings = read_json(place / "config.json") or {}
+    if "model" not in settings:
+        raise ConfigError(f"{place / 'config.json'} names no model: fetch the complete model again")
+    model = read(local_folder(settings["model"], revision=settings.get("revision")), role, pooling=pooling)
     if model.unknown:
         raise ConfigError(
-            f"{model.unknown} of {named['model']!r} is not known to scalingnote: read that model itself"
+            f"{model.unknown} of {settings['model']!r} is not supported by scalingnote: read that model "
+            "directly"
         )
-    return replace(model, max_length=named.get("max_seq_length") or model.max_length)
+    return replace(model, max_length=settings.get("max_seq_length") or model.max_length)
 
 
 def _transformer(model: PublishedModel) -> tuple[PublishedModel, list[str]]:
-    """Add lengths and case of a Transformer module; returns also its settings that are not supported."""
+    """Add lengths and case of a Transformer module; return also the settings that are not supported."""
     folder = model.folder
     files = (read_json(folder / name) for name in _TRANSFORMER_FILES)
     settings: Mapping[str, Any] = next((content for content in files if content is not None), {})
@@ -337,20 +342,20 @@ def _transformer(model: PublishedModel) -> tuple[PublishedModel, list[str]]:
 
 
 def _pooling(settings: Mapping[str, Any], place: Path) -> str:
-    """Return our name of a Pooling module's mode; of one that we do not have, or of several, theirs."""
-    named = settings.get("pooling_mode") or [mode for key, mode in _LEGACY_MODES.items() if settings.get(key)]
-    modes = [named] if isinstance(named, str) else named
+    """Return our name of a Pooling module's mode, or the library's names of an unknown or several modes."""
+    value = settings.get("pooling_mode") or [mode for key, mode in _LEGACY_MODES.items() if settings.get(key)]
+    modes = [value] if isinstance(value, str) else value
     if not modes:
         raise ConfigError(
             f"{place / 'config.json'} states no pooling: set pooling to one of {', '.join(MODES)}, as its "
-            "model card says"
+            "model card states"
         )
     ours = {theirs: name for name, theirs in MODES.items()}
     return ours.get(modes[0], modes[0]) if len(modes) == 1 else " and ".join(modes)
 
 
 def _reads_the_embedding(settings: Mapping[str, Any]) -> bool:
-    """Return whether a module maps the sentence embedding to another one, and adds no other to it."""
+    """Return whether a module reads only the sentence embedding and replaces it by its output."""
     name = settings.get("module_input_name", "sentence_embedding")
     same = name == "sentence_embedding" and settings.get("module_output_name") in (None, name)
     return same and not settings.get("use_residual")

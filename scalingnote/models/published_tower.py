@@ -1,12 +1,12 @@
-"""Published embedding models as towers, with their own pooling, dense layers, normalisation and prompt.
+"""Published embedding models as towers, with their pooling, dense layers, normalisation and prompt.
 
     ids        [rows, tokens]        prefix and text, and the special tokens of the tokenizer's post-processor
     hidden     [tokens, hidden]      backbone, packed if the model family allows it
     pooled     [rows, width]         heads.pool
     embeddings [rows, 1, dim]        heads.Head; of length 1 if the model normalises
 
-PublishedTower runs and trains a model itself. LibraryTower lets sentence-transformers run a model with
-settings that this package does not implement; it only encodes. A saved PublishedTower is a
+PublishedTower runs and trains a model with this package. LibraryTower runs a model with settings that this
+package does not implement through sentence-transformers; it only encodes. A saved PublishedTower is a
 sentence-transformers folder with the same settings and a ``tower.json``.
 """
 
@@ -48,7 +48,7 @@ class PublishedTower(Tower):
     def __init__(
         self, backbone: Backbone, config: TowerConfig, model: PublishedModel, layers: Head, *, role: Role
     ) -> None:
-        """Build a tower; `layers` are those of `model` behind pooling."""
+        """Make a tower; `layers` are those of `model` after pooling."""
         prompt = make_prompt(backbone.tokenizer, model, role, max_length=config.max_length)
         super().__init__(backbone, config, prompt, layers, role=role)
         self.native, self.base_path = model, str(model.folder)
@@ -57,13 +57,13 @@ class PublishedTower(Tower):
     def forward(self, batch: Batch) -> Tensor:
         """Return float32 embeddings of padded or packed rows, [rows, 1, dim]."""
         batch, order = batch.for_model(pad=self.pad, packed=self.packs)
-        # The mask stays, unlike in our own causal towers: some published decoders attend both ways.
+        # The mask is needed, unlike in our own causal towers: some published decoders attend both ways.
         states = batch.flatten(self._hidden_states(batch, masked=True))
         pooled = pool(states, batch.row_lengths, self.native.pooling)
         return self.projection(pooled[:, None])[order]  # type: ignore[no-any-return]
 
     def _save_files(self, folder: Path, *, whole: bool) -> None:
-        """Write what makes the folder one that sentence-transformers reads like the published model."""
+        """Write the files with which sentence-transformers reads the folder like the published model."""
         self.tokenizer.save_pretrained(folder)
         library_export.write_published(
             folder, self.native, self.projection, role=self.role, max_length=self.config.max_length
@@ -91,8 +91,8 @@ def build(
 ) -> PublishedTower:
     """Build the tower of a published model, whose settings `config` overrides, ready to train.
 
-    Arguments as of :func:`scalingnote.models.dual_encoder.build_tower`; a `dim` of None is the model's own.
-    `dtype` is of the weights of a backbone that is loaded here.
+    See :func:`scalingnote.models.dual_encoder.build_tower` for the arguments; a `dim` of None is the model's
+    width. `dtype` is that of the weights of a backbone that is loaded here.
 
     Raises:
         ConfigError: the model's width is not `dim`, a setting is missing, or only sentence-transformers can
@@ -101,8 +101,8 @@ def build(
     model = model_of(config, role)
     if model.unknown:
         raise ConfigError(
-            f"{model.unknown} of {model.source} is not known to scalingnote, so the model cannot be trained: "
-            "the stage adopt encodes with it"
+            f"{model.unknown} of {model.source} is not supported by scalingnote, so the model cannot be "
+            "trained: use the stage adopt, which encodes with it"
         )
     backbone = backbone or backbone_of(config, model, dtype=dtype)
     backbone.tokenizer = tokenizer_of(model)
@@ -110,7 +110,7 @@ def build(
     layers = _head(config, model, hidden=backbone.hidden, dim=dim, seed=seed)
     if dim is not None and layers.dim != dim:
         raise ConfigError(
-            f"{model.source} gives embeddings of {layers.dim} dimensions, but {dim} are wanted: set "
+            f"{model.source} gives embeddings of {layers.dim} dimensions, but {dim} are configured: set "
             f"train.dim to {layers.dim}, or {role}.projection to random"
         )
     if config.lora is not None:
@@ -122,11 +122,12 @@ def build(
 def model_of(config: TowerConfig, role: Role) -> PublishedModel:
     """Return the settings of a tower: those of its config, else those of the model's files.
 
-    Raises ConfigError as :func:`read`, and if the backbone is not pretrained.
+    Raise ConfigError like :func:`scalingnote.models.published_model.read`, and if the backbone is not
+    pretrained.
     """
     if config.backbone.kind != "pretrained":
         raise ConfigError(
-            f"{role}.pooling={config.pooling!r} is of a published model: set {role}.backbone.kind to "
+            f"{role}.pooling={config.pooling!r} is for a published model: set {role}.backbone.kind to "
             "pretrained, or leave pooling at placeholders"
         )
     assert config.pooling != "placeholders"
@@ -143,11 +144,11 @@ def model_of(config: TowerConfig, role: Role) -> PublishedModel:
 def open_published(
     config: TowerConfig, role: Role, *, max_length: int | None = None, dtype: torch.dtype = torch.float32
 ) -> "PublishedTower | LibraryTower":
-    """Load one role of a published model, ready to encode; sentence-transformers runs it if it has to.
+    """Load one role of a published model, ready to encode; sentence-transformers runs it if necessary.
 
-    It reads `max_length` tokens, None: as many as its files say; `dtype` is of the backbone's weights.
-    ConfigError as :func:`build`, if no file states a length, or if `config` overrides a setting of a model
-    that only sentence-transformers can run.
+    It reads `max_length` tokens, or with None the number that its files state; `dtype` is that of the
+    backbone's weights. Raise ConfigError like :func:`build`, if no file states a length, or if `config`
+    overrides a setting of a model that only sentence-transformers can run.
     """
     model = model_of(config, role)
     length = max_length or token_limit(model)
@@ -156,50 +157,53 @@ def open_published(
         return build(config, role=role, dim=None, dtype=dtype).eval()
     if config.pooling != "auto" or config.normalise is not None:
         raise ConfigError(
-            f"{model.unknown} of {model.source} is not known to scalingnote, and sentence-transformers "
-            "encodes as the model's files say: leave adopt.pooling and adopt.normalise out"
+            f"{model.unknown} of {model.source} is not supported by scalingnote, and sentence-transformers "
+            "encodes as the model's files state: leave adopt.pooling and adopt.normalise out"
         )
     return LibraryTower(model, role=role, max_length=length, dtype=dtype).eval()
 
 
 def with_prefix(tower: Tower, prefix: str) -> Tower:
-    """Return a published tower that reads `prefix` before every text; it shares the weights of `tower`.
+    """Return a published tower that puts `prefix` before every text; it shares the weights of `tower`.
 
-    ConfigError if the tower is not that of a published model, or the prefix alone fills its length.
+    Raise ConfigError if the tower is not that of a published model, or if the prefix by itself is as long as
+    the tower's maximum.
     """
     if not isinstance(tower, PublishedTower | LibraryTower):
         raise ConfigError(
-            "this tower reads no prefix: only those of published models do, and the tables that query.tasks "
-            "(token_wise) makes have one for each task"
+            "this tower reads no prefix: use the tower of a published model, or the tables of query.tasks "
+            "(token_wise), which have an instruction for each task"
         )
-    made = copy.copy(tower)
-    made.native = replace(tower.native, prefix=prefix)
-    made.prompt = make_prompt(tower.tokenizer, made.native, tower.role, max_length=tower.config.max_length)
-    if isinstance(made, LibraryTower):
-        made.skip = prefix_length(tower.tokenizer, prefix)
-    return made
+    prefixed = copy.copy(tower)
+    prefixed.native = replace(tower.native, prefix=prefix)
+    prefixed.prompt = make_prompt(
+        tower.tokenizer, prefixed.native, tower.role, max_length=tower.config.max_length
+    )
+    if isinstance(prefixed, LibraryTower):
+        prefixed.skip = prefix_length(tower.tokenizer, prefix)
+    return prefixed
 
 
 def prompt_of(config: TowerConfig, *, role: Role) -> TextQueries | TextDocuments:
-    """Return the prompt of a tower of this config without loading weights; ConfigError as :func:`build`."""
+    """Return the prompt of a tower of this config without weights; raise ConfigError like :func:`build`."""
     model = model_of(config, role)
     return make_prompt(tokenizer_of(model), model, role, max_length=config.max_length)
 
 
 def token_limit(model: PublishedModel) -> int:
-    """Return the maximum tokens of a text for a published model; ConfigError if no file states it."""
+    """Return the maximum tokens of a text for a published model; raise ConfigError if no file states it."""
     shell = backbones.shell(model.folder)
     tokens = model.max_length or tokenizer_of(model).model_max_length
     tokens = min(tokens, shell.max_positions or tokens)
     if tokens > 1 << 24:  # transformers' number for "not stated"
-        raise ConfigError(f"no file of {model.source} says how many tokens it reads: set max_length")
+        raise ConfigError(f"no file of {model.source} states how many tokens it reads: set max_length")
     return int(tokens)
 
 
 def tokenizer_of(model: PublishedModel) -> Any:
-    """Load the tokenizer of a published model with its post-processor, as sentence-transformers does.
+    """Load the tokenizer of a published model with its post-processor, like sentence-transformers.
 
-    Unlike there, it follows add_bos_token and add_eos_token of tokenizer_config.json.
+    Unlike there, the flags add_bos_token and add_eos_token of tokenizer_config.json are applied.
     """
     kind = {} if model.tokenizer_type is None else {"tokenizer_type": model.tokenizer_type}
     try:
@@ -218,7 +222,7 @@ def tokenizer_of(model: PublishedModel) -> Any:
 def make_prompt(
     tokenizer: Any, model: PublishedModel, role: Role, *, max_length: int
 ) -> TextQueries | TextDocuments:
-    """Return the prompt of `role` for a tokenizer; ConfigError if the prefix alone fills `max_length`."""
+    """Return the prompt of `role` for a tokenizer; raise ConfigError if the prefix fills `max_length`."""
     keeps = "left" if tokenizer.truncation_side == "right" else "right"
     kind: type[TextQueries] | type[TextDocuments] = TextQueries if role == "query" else TextDocuments
     return kind(
@@ -231,9 +235,10 @@ def make_prompt(
 
 
 def prefix_length(tokenizer: Any, prefix: str) -> int:
-    """Return how many tokens pooling skips if it skips the prefix.
+    """Count the tokens that pooling skips if it skips the prefix.
 
-    As in sentence-transformers: the tokens of the prefix as a text, without the special token at its end.
+    As in sentence-transformers, they are the tokens of the prefix as a text, without the special token at its
+    end.
     """
     ids = tokenizer(prefix).input_ids if prefix else []
     return len(ids) - bool(ids and ids[-1] in tokenizer.all_special_ids)
@@ -242,11 +247,11 @@ def prefix_length(tokenizer: Any, prefix: str) -> int:
 def backbone_of(
     config: TowerConfig, model: PublishedModel, *, dtype: torch.dtype = torch.float32
 ) -> Backbone:
-    """Load the transformer of a published model; ConfigError if its weights are not in safetensors."""
+    """Load the transformer of a published model; raise ConfigError if its weights are not in safetensors."""
     assert isinstance(config.backbone, Pretrained)
     if not any(model.folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{model.folder} has no safetensors: other weights are not read, so convert them first"
+            f"{model.folder} has no safetensors: convert its weights first, other formats are not read"
         )
     return backbones.load(model.folder, layers=config.backbone.layers, dtype=dtype)
 
@@ -255,14 +260,14 @@ def _head(config: TowerConfig, model: PublishedModel, *, hidden: int, dim: int |
     if config.projection != "random":
         return read_head(model.steps, hidden=hidden, keep=model.truncate_dim)
     if dim is None:
-        raise ConfigError("projection=random makes embeddings of any width: give dim")
+        raise ConfigError("projection=random makes embeddings of any width: set dim")
     first = Dense(dense_settings(hidden, dim))
     first.draw(seed)
     return Head([first, *read_head(model.steps, hidden=dim)], hidden=hidden)
 
 
 class LibraryTower(Tower):
-    """A published model as a query or document tower that sentence-transformers runs. It is not trained."""
+    """A published model as a query or document tower that sentence-transformers runs; it is not trained."""
 
     kind = "sentence_transformers"
     prompt: TextQueries | TextDocuments
@@ -275,9 +280,9 @@ class LibraryTower(Tower):
         max_length: int,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Load `model`, its transformer in `dtype`, read up to `max_length` tokens.
+        """Load `model` with its transformer in `dtype`; texts are read up to `max_length` tokens.
 
-        ConfigError if the library cannot load it.
+        Raise ConfigError if the library cannot load it.
         """
         nn.Module.__init__(self)
         self.library: Any = read_in(dtype, functools.partial(_library, model))
@@ -286,8 +291,9 @@ class LibraryTower(Tower):
         transformer.register_forward_hook(_float_states)
         self.backbone = transformer.model
         self.tokenizer, self.native, self.role = tokenizer_of(model), model, role
-        added = self.tokenizer.backend_tokenizer.post_processor
-        transformer.tokenizer.backend_tokenizer.post_processor = added  # what is saved tokenizes alike
+        post_processor = self.tokenizer.backend_tokenizer.post_processor
+        # The saved model then adds the same special tokens.
+        transformer.tokenizer.backend_tokenizer.post_processor = post_processor
         self.config = TowerConfig(
             backbone=Pretrained(path=str(model.source)), pooling="auto", max_length=max_length
         )
@@ -313,7 +319,7 @@ class LibraryTower(Tower):
         return embeddings[:, : self.native.truncate_dim]  # None keeps all dimensions
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write the model with its library; both roles get this role's prompt."""
+        """Write the model with sentence-transformers; both roles get this role's prompt."""
         folder.mkdir(parents=True, exist_ok=True)
         self.library.similarity_fn_name = self.native.similarity
         self.library.prompts = {"query": self.native.prefix, "document": self.native.prefix}
@@ -332,11 +338,11 @@ class LibraryTower(Tower):
         }
         write_json(folder / "tower.json", facts)
         if not (folder / "tokenizer.json").exists():
-            self.tokenizer.save_pretrained(folder)  # the modules of a Router have their own
+            self.tokenizer.save_pretrained(folder)  # of a Router, only the modules' folders have one
 
 
 def _float_states(_: nn.Module, __: Any, features: dict[str, Any]) -> dict[str, Any]:
-    """Convert floating-point features behind the transformer to float32, as the layers that read them are."""
+    """Convert floating-point outputs of the transformer to float32, the dtype of the layers after it."""
     return {
         name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in features.items()
@@ -348,7 +354,7 @@ def _library(model: PublishedModel, dtype: torch.dtype) -> Any:
 
     if model.unknown:
         log.warning(
-            "%s of %s is not known to scalingnote; sentence-transformers encodes it, without packing",
+            "%s of %s is not supported by scalingnote; sentence-transformers encodes, without packing",
             model.unknown,
             model.source,
         )

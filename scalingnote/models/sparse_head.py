@@ -27,9 +27,9 @@ class SparseHead(nn.Module):
         weight[row, term] = log(1 + relu(max over the row's places of logit[place, term]))
 
     The head is the checkpoint's own, or the rows of the input table. The head of a masked language model also
-    has a transform before and a bias behind, without which SPLADE's checkpoints start wrong. The maximum is
-    taken before relu and log, which are monotonic (Eq. 12 of its appendix A.5), and is fused with the
-    projection: the full [tokens, vocabulary] logits are never in memory.
+    has a transform before and a bias after the logits; without them, SPLADE's checkpoints start with wrong
+    weights. The maximum is taken before relu and log, which are monotonic (Eq. 12 of appendix A.5), and is
+    fused with the projection: the full [tokens, vocabulary] logits are never in memory.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SparseHead(nn.Module):
         transform: "HeadTransform | None" = None,
         bias: Float[Tensor, " vocabulary"] | None = None,
     ) -> None:
-        """`own` is the head's matrix, None: the backbone's input table; `bias` of the logits."""
+        """Make a head; `own` is its matrix, None for the backbone's input table; `bias` is of the logits."""
         super().__init__()
         self.own: nn.Linear | None = None
         if own is not None:
@@ -58,30 +58,30 @@ class SparseHead(nn.Module):
 
         Args:
             hidden: states of all rows end to end.
-            places: indices into `hidden` of the tokens that count in each row; -1 is no token.
-            table: the backbone's input table, the head if there is no own one.
+            places: indices into `hidden` of the tokens that count in each row; -1 is not a token.
+            table: the backbone's input table, which is the head if `own` was None.
         """
         weight = _full_tensor(table if self.own is None else self.own.weight)
         hidden = hidden if self.transform is None else self.transform(hidden)
         logits = project_then_max(hidden, places, weight)
-        if self.bias is not None:  # the input table has further rows, of tokens that were added
+        if self.bias is not None:  # shorter than the input table, which has rows for new tokens
             bias = _full_tensor(self.bias).float()
             logits = logits + F.pad(bias, (0, logits.shape[1] - len(bias)))
         return torch.log1p(torch.relu(logits))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a saved tower's file holds, by name; empty of a head that is the input table alone."""
+        """Return the tensors of a saved tower's file by name; none if the head is only the input table."""
         state = {name.removeprefix("own."): value for name, value in self.state_dict().items()}
         return {name: value.detach().contiguous() for name, value in state.items()}
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What a saved tower says of the transform; None without one."""
+        """Settings of the transform in a saved tower's tower.json; None without a transform."""
         return None if self.transform is None else self.transform.facts
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None) -> "SparseHead":
-        """Return the head of :meth:`tensors` and :attr:`facts`."""
+        """Build a head from the results of :meth:`tensors` and :attr:`facts`."""
         transform = None
         if facts is not None:
             parts = {name.removeprefix("transform."): value for name, value in tensors.items()}
@@ -90,12 +90,12 @@ class SparseHead(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """What a masked language model does to a state before its logits: dense, activation, LayerNorm."""
+    """Layers of a masked language model before its logits: dense, activation, LayerNorm."""
 
     def __init__(self, weights: Mapping[str, Tensor], *, activation: str, eps: float) -> None:
-        """Take ``dense.weight`` and ``norm.weight``; also ``dense.bias`` and ``norm.bias`` if there are any.
+        """Copy ``dense.weight`` and ``norm.weight``, and ``dense.bias`` and ``norm.bias`` if they exist.
 
-        `activation` is one of transformers; `eps` is that of LayerNorm.
+        `activation` is a name of transformers; `eps` is that of LayerNorm.
         """
         super().__init__()
         dense, norm = weights["dense.weight"], weights["norm.weight"]
@@ -127,8 +127,8 @@ def project_then_max(
 ) -> Float[Tensor, "rows vocabulary"]:
     """Return the maximum of each logit over a row's places, at least in float32; -inf for no places.
 
-    `places` are indices into `hidden`, -1 is no token. Among equal logits the first place wins and alone gets
-    the gradient. Logits are computed in chunks of at most `max_logits`.
+    `places` are indices into `hidden`; -1 is not a token. Among equal logits the first place wins, and only
+    it gets the gradient. Logits are computed in chunks of at most `max_logits`.
     """
     out: Tensor = _ProjectThenMax.apply(hidden, places, weight, max_logits)  # type: ignore[no-untyped-call]
     return out
@@ -137,13 +137,16 @@ def project_then_max(
 def strongest(
     weights: Float[Tensor, "rows vocabulary"], k: int
 ) -> tuple[Int[Tensor, "rows k"], Float[Tensor, "rows k"]]:
-    """Return the k terms of largest weight of each row and their weights, of which some may be 0."""
+    """Return the k terms with the largest weights of each row, and these weights; some may be 0."""
     top = weights.topk(min(k, weights.shape[1]), dim=1)
     return top.indices, top.values
 
 
 class _ProjectThenMax(torch.autograd.Function):
-    """Stores the winning place of each term (2 or 4 bytes); the backward pass is two sparse products."""
+    """Maximum of logits that stores the winning place of each term (2 or 4 bytes).
+
+    The backward pass consists of two sparse products.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, places: Tensor, weight: Tensor, max_logits: int) -> Tensor:
@@ -162,9 +165,9 @@ class _ProjectThenMax(torch.autograd.Function):
             columns = weight[part].to(low).T
             for top in range(0, rows, height):
                 for first in range(0, longest, span):
-                    chosen = places[top : top + height, first : first + span]
-                    logits = hidden[chosen.clamp(min=0)].to(low) @ columns
-                    logits.masked_fill_((chosen < 0)[:, :, None], -torch.inf)
+                    block_places = places[top : top + height, first : first + span]
+                    logits = hidden[block_places.clamp(min=0)].to(low) @ columns
+                    logits.masked_fill_((block_places < 0)[:, :, None], -torch.inf)
                     values, at = logits.max(dim=1)
                     block = (slice(top, top + height), part)
                     better = values > best[block]
@@ -187,9 +190,9 @@ class _ProjectThenMax(torch.autograd.Function):
                 piece = grad[:, part]
                 row, column = piece.nonzero(as_tuple=True)
                 token = places[row, winner[:, part][row, column].long()]
-                kept = token >= 0
-                row, column, token = row[kept], column[kept], token[kept]
-                # index_add_ of rows of [terms, hidden] was 14 times slower (two cores).
+                is_token = token >= 0
+                row, column, token = row[is_token], column[is_token], token[is_token]
+                # index_add_ with rows of [terms, hidden] was 14 times slower (two cores).
                 shares = torch.sparse_coo_tensor(
                     torch.stack([token, column]),
                     piece[row, column],
@@ -209,7 +212,7 @@ class _ProjectThenMax(torch.autograd.Function):
 
 
 def _full_tensor(weight: Tensor) -> Tensor:
-    """Gather a weight that fsdp2 shards; its gradient is averaged over ranks like that of other weights."""
+    """Gather a weight that fsdp2 shards; its gradient is averaged over ranks, like those of other weights."""
     if not isinstance(weight, DTensor):
         return weight
     full: Tensor = weight.full_tensor(grad_placements=[Partial("avg")])

@@ -3,8 +3,8 @@
     text -> tokens of the document tower's vocabulary -> one row of a sparse matrix per query
 
 For BM25 a term is a word, or its stem in the language of the documents: the analyzer splits the text, and
-words outside of the vocabulary are dropped. A saved SparseQuery is a folder of ``sparse_query.json`` and
-``tokenizer.json``; reading needs no torch.
+words outside of the vocabulary are dropped. A saved SparseQuery is a folder with ``sparse_query.json`` and
+``tokenizer.json``; no torch is needed to read it.
 """
 
 import json
@@ -26,7 +26,8 @@ from scalingnote.models.prompt import tokenize, without_limits
 
 SETTINGS = "sparse_query.json"
 Weighting = Literal["counts", "binary"]
-# The tokenizer splits a text, or scalingnote.core.bm25 does and its terms are looked up in the tokenizer.
+# "tokenizer": the tokenizer splits a text. "words": scalingnote.core.bm25 splits it, and the terms are looked
+# up in the tokenizer's vocabulary.
 Analysis = Literal["tokenizer", "words"]
 
 
@@ -39,19 +40,19 @@ class SparseRows:
     values: Float32[ndarray, " entries"]
 
     def take(self, rows: Sequence[int]) -> "SparseRows":
-        """The rows of these numbers."""
+        """Return the rows with these numbers."""
         bounds = [slice(*self.offsets[row : row + 2].tolist()) for row in rows]
-        lengths = [own.stop - own.start for own in bounds]
-        terms = np.concatenate([self.terms[:0], *(self.terms[own] for own in bounds)])
-        values = np.concatenate([self.values[:0], *(self.values[own] for own in bounds)])
+        lengths = [bound.stop - bound.start for bound in bounds]
+        terms = np.concatenate([self.terms[:0], *(self.terms[bound] for bound in bounds)])
+        values = np.concatenate([self.values[:0], *(self.values[bound] for bound in bounds)])
         return SparseRows(np.cumsum([0, *lengths]), terms, values)
 
 
 def needs_leading_space(tokenizer: Tokenizer) -> bool:
-    """Whether a word at the start of a text has another token than within it: byte-level BPE.
+    """Return whether a word has another token at the start of a text than inside of it, as in byte-level BPE.
 
-    Without a space ahead a query's first token hardly ever occurs in a document. LightRetriever's authors
-    tokenize " " + query, too.
+    Without a space before it, the first token of a query hardly ever occurs in a document. LightRetriever's
+    authors tokenize " " + query, too.
     """
     splits = json.loads(tokenizer.to_str())["pre_tokenizer"] or {}
     steps = splits.get("pretokenizers", [splits])
@@ -59,7 +60,7 @@ def needs_leading_space(tokenizer: Tokenizer) -> bool:
 
 
 class SparseQuery:
-    """Converts queries to terms and their weights."""
+    """Converter of queries to terms and their weights."""
 
     def __init__(
         self,
@@ -77,9 +78,9 @@ class SparseQuery:
             tokenizer: holds the vocabulary, and splits texts if `analysis` is "tokenizer".
             max_length: terms read of a query; later ones are dropped.
             weighting: the value of a term: its count, or 1.
-            leading_space: whether a text is read behind a space, see :func:`needs_leading_space`.
-            analysis: what splits a text into terms.
-            language: of the words, if `analysis` is "words".
+            leading_space: whether a space is put before a text, see :func:`needs_leading_space`.
+            analysis: how a text is split into terms.
+            language: language of the words, if `analysis` is "words".
         """
         self._tokenizer, self.max_length = without_limits(tokenizer), max_length
         self._weighting, self._analysis = weighting, analysis
@@ -92,7 +93,7 @@ class SparseQuery:
         return self._tokenizer.get_vocab_size()
 
     def length(self, query: str) -> int:
-        """Number of terms of a query, also those beyond `max_length`."""
+        """Count the terms of a query, including those beyond `max_length`."""
         if self._analysis == "words":
             return len(terms(query, self.language))
         return len(self._tokenizer.encode(self._read(query), add_special_tokens=False).ids)
@@ -105,12 +106,14 @@ class SparseQuery:
         return [ids[: self.max_length] for ids in tokenize(self._tokenizer, texts, self.max_length)]
 
     def encode(self, queries: Sequence[str]) -> SparseRows:
-        """Return one row per query; the row of an empty query has no entry."""
-        counted = [np.unique(np.array(ids, np.int32), return_counts=True) for ids in self.tokens(queries)]
-        terms = np.concatenate([np.empty(0, np.int32), *(terms for terms, _ in counted)])
-        counts = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in counted)])
+        """Return one row per query; the row of an empty query has no entries."""
+        query_counts = [
+            np.unique(np.array(ids, np.int32), return_counts=True) for ids in self.tokens(queries)
+        ]
+        terms = np.concatenate([np.empty(0, np.int32), *(terms for terms, _ in query_counts)])
+        counts = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in query_counts)])
         values = counts if self._weighting == "counts" else np.ones_like(counts)
-        offsets = np.array([0, *accumulate(len(terms) for terms, _ in counted)], dtype=np.int64)
+        offsets = np.array([0, *accumulate(len(terms) for terms, _ in query_counts)], dtype=np.int64)
         return SparseRows(offsets, terms, values.astype(np.float32))
 
     def save(self, folder: Path) -> None:
@@ -131,8 +134,8 @@ class SparseQuery:
     def load(cls, folder: Path) -> "SparseQuery":
         """Read a folder written by :meth:`save`.
 
-        ArtifactError if it is none, or if its documents were split into words by another version of the
-        analyzer, whose terms these queries would miss in silence.
+        Raise ArtifactError if `folder` is not one, or if its documents were split into words by another
+        version of the analyzer: queries would then miss terms without an error.
         """
         try:
             facts = json.loads((folder / SETTINGS).read_text())
@@ -143,12 +146,12 @@ class SparseQuery:
         if facts.get("analysis") == "words" and analyzer not in (2, ANALYZER):  # 2: as with language none
             raise ArtifactError(
                 f"the documents of {folder} were split into words by version {analyzer} of the analyzer, "
-                f"queries are by version {ANALYZER}: build bm25 and index again"
+                f"but queries are split by version {ANALYZER}: build bm25 and index again"
             )
         if facts.pop("lowercase", False):
             raise ArtifactError(
-                f"{folder} was saved by an earlier version, which lower-cased queries only: train it again "
-                "with lowercase of its backbones"
+                f"{folder} was saved by an earlier version, which lower-cased only queries: train it again "
+                "and set lowercase of its backbones"
             )
         return cls(Tokenizer.from_str(tokenizer), **facts)
 
@@ -156,6 +159,6 @@ class SparseQuery:
         return self._ahead + query if query else query
 
     def _words(self, query: str) -> list[int]:
-        """Return the ids of a query's words that the vocabulary has."""
+        """Return the ids of the query's words that are in the vocabulary."""
         ids = map(self._tokenizer.token_to_id, terms(query, self.language)[: self.max_length])
         return [word for word in ids if word is not None]

@@ -1,12 +1,13 @@
-"""LightRetriever's query tower: each token encoded alone behind an instruction, then averaged (section 2.2).
+"""LightRetriever's query tower: the mean of tokens that are each read after an instruction (section 2.2).
 
     line        [instruction | token end | token end | ...]   the instruction once, then blocks
-    mask        a block sees the instruction and itself       (appendix A.5); positions restart in each block
+    mask        a block attends to the instruction and itself (appendix A.5); positions restart in each block
     vectors     [tokens, dim]     states at the end tokens, projected (Eq. 3)
     embedding   [queries, 1, dim] their mean over a query's tokens (Eq. 4)
 
-The vector of a token does not depend on the rest of its query. So a batch encodes each distinct token once,
-many per line, and encoding the whole vocabulary gives the table that is saved: a lookup tower (Eq. 6).
+The vector of a token does not depend on the rest of its query. Therefore a batch encodes each distinct token
+once, many per line, and the vectors of the entire vocabulary are the table that is saved: a lookup tower
+(Eq. 6).
 """
 
 import hashlib
@@ -39,26 +40,26 @@ _INSTRUCTION = -1  # the block number of the instruction's tokens
 
 
 class TokenReader(nn.Module):
-    """A tower that reads tokens alone; the base of those of queries and of documents.
+    """A tower that reads every token by itself; the base class for queries and for documents.
 
-    Its buffers ``instruction_0``, ... hold the tokens that are read once, before every token.
+    Its buffers ``instruction_0``, ... hold the tokens of instructions, which are read once before all tokens.
     """
 
     backbone: nn.Module
     projection: Projection
-    end: int  # the token behind every token, whose state is its vector
+    end: int  # the token that follows every token; its state is the vector of that token
 
     def instruction(self, number: int = 0) -> Int[Tensor, " instruction"]:
-        """Return the tokens of the instruction of this number."""
+        """Return the tokens of the instruction with this number."""
         return getattr(self, f"instruction_{number}")  # type: ignore[no-any-return]
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
         """Return float32 embeddings, not normalised, of padded or packed rows; 0 for a row without tokens."""
         ids, lengths = batch.flat()
         instruction = self.instruction(batch.instruction)
-        # More than half of a batch's tokens are repeated: each distinct one is encoded once.
+        # More than half of a batch's tokens are repetitions: each distinct token is encoded once.
         distinct, place = ids.unique(return_inverse=True)
-        if not len(distinct):  # every rank needs a forward pass: gathering sharded weights is collective
+        if not len(distinct):  # every rank needs a forward pass, which gathers sharded weights
             distinct = instruction.new_tensor([self.end])
         vectors = self.token_vectors(distinct, instruction)
         return F.embedding_bag(place, vectors, lengths.cumsum(0) - lengths, mode="mean")[:, None]
@@ -66,13 +67,13 @@ class TokenReader(nn.Module):
     def token_vectors(
         self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"]
     ) -> Float[Tensor, "tokens dim"]:
-        """Return the vector of each token, read behind the tokens of an instruction.
+        """Return the vector of each token, read after the tokens of an instruction.
 
         One forward pass reads as many lines as needed.
         """
         lines = -(-len(ids) // BLOCKS)
         blocks, start = -(-len(ids) // lines), len(instruction)
-        # The last line is filled with repeated tokens, so that no line has pads and one mask serves all.
+        # The last line is filled with repeated tokens, so that no line has pads and one mask fits all lines.
         filled = torch.cat([ids, ids[-1:].expand(lines * blocks - len(ids))]).view(lines, blocks)
         pairs = torch.stack([filled, torch.full_like(filled, self.end)], dim=2).flatten(1)
         device = ids.device
@@ -87,13 +88,13 @@ class TokenReader(nn.Module):
         return self.projection(ends)  # type: ignore[no-any-return]
 
     def _mask(self, instruction: int, blocks: int, device: torch.device) -> Tensor:
-        """Return the block mask in the form of the backbone's attention: boolean, or added to the scores."""
-        sees = block_mask(instruction, blocks, device)[None, None]
+        """Return the block mask in the form of the backbone's attention: boolean, or added to scores."""
+        visible = block_mask(instruction, blocks, device)[None, None]
         if self.backbone.config._attn_implementation != "eager":  # type: ignore[union-attr]
-            return sees
+            return visible
         dtype: torch.dtype = self.backbone.dtype  # type: ignore[assignment]
-        return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(
-            ~sees, torch.finfo(dtype).min
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+            ~visible, torch.finfo(dtype).min
         )
 
     def _states(
@@ -125,13 +126,13 @@ class TokenWise(TokenReader):
     def token_vectors(
         self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"]
     ) -> Float[Tensor, "tokens dim"]:
-        """As the base class; or, where the config reads embeddings, rows of the input table."""
+        """Return the vectors as in the base class, or rows of the input table if the config reads them."""
         if self.config.reads == "embeddings":
             return self.projection(self.backbone.get_input_embeddings()(ids))  # type: ignore[no-any-return,operator]
         return super().token_vectors(ids, instruction)
 
     def contextual(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
-        """Return embeddings of whole queries by the same backbone, read as ``instruction query end``.
+        """Return embeddings of complete queries by the same backbone, read as ``instruction query end``.
 
         This is the symmetric retriever that the token-wise query is aligned with (Eq. 5).
         """
@@ -144,8 +145,8 @@ class TokenWise(TokenReader):
         ids = torch.cat([instruction.expand(rows, -1), padded.ids, place], dim=1)
         ends = (start + lengths)[:, None]
         ids = ids.scatter(1, ends, self.end)
-        whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
-        states = self._states(ids, **attention_arguments(self.backbone, whole, causal=True))
+        sequences = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
+        states = self._states(ids, **attention_arguments(self.backbone, sequences, causal=True))
         last = states[torch.arange(rows, device=ids.device)[:, None], ends]
         return self.projection(last)  # type: ignore[no-any-return]
 
@@ -155,7 +156,7 @@ class TokenWise(TokenReader):
 
     @torch.inference_mode()
     def table(self, instruction: str) -> Float32[ndarray, "vocabulary dim"]:
-        """Return the vector of every token of the vocabulary, read behind `instruction`."""
+        """Return the vector of every token of the vocabulary, read after `instruction`."""
         device = self.instruction().device
         ahead = self._instruction_ids(instruction).to(device)
         tokens = torch.arange(self.tokenizer.backend_tokenizer.get_vocab_size(), device=device)
@@ -167,9 +168,9 @@ class TokenWise(TokenReader):
         return np.concatenate(rows)
 
     def lookup(self, instruction: str) -> LookupTower:
-        """Return the lookup tower of the table behind `instruction`.
+        """Return the lookup tower of the table of `instruction`.
 
-        It gives the same embeddings, but an empty query gets the table's mean.
+        It gives the same embeddings, except that an empty query gets the table's mean.
         """
         return LookupTower(
             torch.from_numpy(self.table(instruction)),
@@ -182,7 +183,7 @@ class TokenWise(TokenReader):
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
         """Write the folder of :meth:`lookup`, and one below ``tasks`` for each further task's instruction.
 
-        Their rows contain the adapter in any case.
+        The rows always contain the adapter's effect, so `merge_adapters` is ignored.
         """
         del merge_adapters
         self.lookup(self.config.instruction).save(folder)
@@ -193,7 +194,7 @@ class TokenWise(TokenReader):
             self.lookup(instruction).save(folder / TASKS / name)
 
     def _digests(self, instruction: str) -> dict[str, str]:
-        """Return digests of everything that a row depends on but the tokenizer, which the table adds."""
+        """Return digests of all inputs of a row but the tokenizer, whose digest the table adds."""
         state = self.state_dict()
         adapter = {name for name in state if "lora_" in name}
         return {
@@ -204,12 +205,12 @@ class TokenWise(TokenReader):
 
 
 class TokenDocumentTower(TokenReader, Tower):
-    """A document tower that reads tokens alone, to compare with (section 4.1); it is kept as a model."""
+    """A document tower that reads every token by itself, a baseline (section 4.1); it is saved as a model."""
 
     kind = "token_documents"
 
     def __init__(self, backbone: Backbone, config: TowerConfig, projection: Projection) -> None:
-        """Build a tower of its parts; ConfigError if the backbone is not causal."""
+        """Make a tower from its parts; raise ConfigError if the backbone is not causal."""
         prompt = tower_prompt(backbone, config, role="document")
         super().__init__(backbone, config, prompt, projection, role="document")
         self.packs, self.end = True, backbone.token_end()
@@ -228,9 +229,9 @@ class TokenDocumentTower(TokenReader, Tower):
 def block_mask(
     instruction: int, blocks: int, device: torch.device | None = None
 ) -> Bool[Tensor, "tokens tokens"]:
-    """Return which token (row) sees which (column) in a line (appendix A.5).
+    """Return which token (row) attends to which (column) in a line (appendix A.5).
 
-    A token sees itself and the earlier tokens of the instruction and of its own block of two tokens.
+    A token attends to itself and to the earlier tokens of the instruction and of its block of two tokens.
     """
     block = torch.arange(blocks, device=device).repeat_interleave(2)
     block = torch.cat([block.new_full((instruction,), _INSTRUCTION), block])
@@ -243,14 +244,14 @@ def _check_length(tokens: int, backbone: Backbone) -> None:
     """Raise ConfigError if the instruction and a block exceed the backbone's positions or window."""
     if backbone.max_positions is not None and tokens > backbone.max_positions:
         raise ConfigError(
-            f"the instruction takes {tokens - 2} tokens, the backbone reads {backbone.max_positions}: "
+            f"the instruction has {tokens - 2} tokens, the backbone reads {backbone.max_positions}: "
             "shorten it"
         )
     settings: Any = backbone.model.config
     window = getattr(settings, "sliding_window", None)
     if window is not None and getattr(settings, "use_sliding_window", True) and tokens > window:
         raise ConfigError(
-            f"the instruction takes {tokens - 2} tokens, layers of the backbone see {window}: shorten it"
+            f"the instruction has {tokens - 2} tokens, the backbone attends to {window}: shorten it"
         )
 
 

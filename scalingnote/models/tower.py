@@ -8,7 +8,7 @@
                                           topic and content (sparse_head.SparseHead)
 
 A saved tower is a folder with the Hugging Face model and tokenizer, ``projection.safetensors`` and
-``tower.json`` (role, prompt, lengths). Nothing else is needed to encode with it.
+``tower.json`` (role, prompt, lengths). No other file is needed to encode with it.
 """
 
 from dataclasses import asdict
@@ -44,15 +44,16 @@ log = get_logger("models")
 def tower_prompt(
     backbone: Backbone, config: TowerConfig, *, role: Role, spans: bool = False
 ) -> QueryPrompt | DocumentPrompt:
-    """Return the prompt by which a tower of this config, with placeholders or tokens alone, reads texts.
+    """Return the prompt of a tower whose config has placeholders or reads every token by itself.
 
-    `spans`: its rows contain the spans of the fields, which a sparse head needs. ConfigError if the backbone
-    reads fewer tokens than `config.max_length`, lacks special tokens, or the document prompt does not fit.
+    With `spans`, its rows contain the spans of the fields, which a sparse head needs. Raise ConfigError if
+    the backbone reads fewer tokens than `config.max_length` or lacks special tokens, or if the document
+    prompt does not fit.
     """
     backbone.check_length(config.max_length, role=role)
     tokens, length, special = without_limits(backbone.raw_tokenizer), config.max_length, backbone.special
     if config.reads == "tokens":
-        backbone.token_end()  # ConfigError without one
+        backbone.token_end()  # raises ConfigError if there is none
         return TokenDocuments(tokens, max_length=length)
     split_at_boundary(tokens)
     if role == "query":
@@ -73,7 +74,7 @@ class Tower(nn.Module):
 
     projection: Projection
     kind: str | None = None  # in tower.json
-    base_path: str | None = None  # of the model below saved adapters; None: that of the config's backbone
+    base_path: str | None = None  # of the base model of saved adapters; None: that of the config's backbone
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Tower(nn.Module):
         role: Role,
         sparse: SparseHead | None = None,
     ) -> None:
-        """Build a tower of its parts; `sparse` computes term weights of documents.
+        """Make a tower from its parts; `sparse` computes term weights of documents.
 
         The role names the tower's LoRA weights in the backbone.
         """
@@ -105,14 +106,14 @@ class Tower(nn.Module):
 
     @property
     def token_embeddings(self) -> nn.Embedding:
-        """The backbone's input table, one row per token. Not available in a tower with adapters."""
+        """The backbone's input table, one row per token; not available in a tower with adapters."""
         table = self.backbone.get_input_embeddings()  # type: ignore[operator]
         assert isinstance(table, nn.Embedding)
         return table
 
     @property
     def input_table(self) -> nn.Parameter:
-        """Weights of the backbone's token embeddings, without an adapted tower's rows for new tokens."""
+        """Weights of the backbone's token embeddings; with adapters, without the rows of new tokens."""
         table = self.backbone.get_input_embeddings()  # type: ignore[operator]
         return getattr(table, "table", table).weight  # type: ignore[no-any-return]
 
@@ -130,7 +131,7 @@ class Tower(nn.Module):
         return self._project(hidden, batch, order), terms
 
     def _hidden_states(self, batch: Batch, *, masked: bool = False) -> Float[Tensor, "lines tokens hidden"]:
-        """Return the last hidden states; a causal tower's padded rows need no mask unless `masked`."""
+        """Return the last hidden states; padded rows of a causal tower get no mask unless `masked`."""
         kwargs = attention_arguments(self.backbone, batch, causal=self.causal and not masked)
         if self.causal:
             kwargs["use_cache"] = False
@@ -151,8 +152,8 @@ class Tower(nn.Module):
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
         """Write the tower's folder, which :func:`scalingnote.models.dual_encoder.load_tower` reads.
 
-        Without `merge_adapters` it holds the adapter and the path of its backbone, but not with a backbone
-        from scratch, whose weights are stored nowhere else.
+        Without `merge_adapters` it holds the adapter and the path of the backbone. Adapters on a backbone
+        from scratch are always merged, because its weights are not stored elsewhere.
         """
         folder.mkdir(parents=True, exist_ok=True)
         source, adapted = self.config.backbone, self.config.lora is not None
@@ -175,9 +176,9 @@ class Tower(nn.Module):
         write_json(folder / "tower.json", facts)
 
     def _facts(self, *, layers: int | None) -> dict[str, Any]:
-        """Return what tower.json says beside what it says of every tower.
+        """Return the facts of tower.json that not every kind of tower has.
 
-        `layers` are to be kept of the base model, where the folder holds an adapter alone.
+        `layers` is the number of layers to keep of the base model, if the folder holds only an adapter.
         """
         head = None if self.sparse is None else ("own" if self.sparse.tensors() else "tied")
         return {
@@ -190,7 +191,7 @@ class Tower(nn.Module):
         }
 
     def _save_files(self, folder: Path, *, whole: bool) -> None:
-        """Write what is not the backbone; beside a `whole` model, also the files of sentence-transformers."""
+        """Write all files but the backbone's; next to a `whole` model also those of sentence-transformers."""
         self._save_tokenizer(folder, whole=whole)
         save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
         if self.sparse is not None and (head := self.sparse.tensors()):
@@ -210,7 +211,8 @@ class Tower(nn.Module):
             tokenizer, document, self.config.prompt, causal=causal
         ):
             log.warning(
-                "its tokenizer joins pieces that the prompt keeps apart: no files for sentence-transformers"
+                "the tokenizer joins pieces that the prompt separates: no files for sentence-transformers "
+                "are written"
             )
         elif whole:
             library_export.write_trained(
@@ -219,7 +221,7 @@ class Tower(nn.Module):
 
 
 def _row_starts(batch: Batch) -> Int[Tensor, " rows"]:
-    """Return the flat index of each row's first token: lines of the batch, pads included, end to end."""
+    """Return the index of each row's first token in the batch's lines, pads included, end to end."""
     if batch.packing is not None:
         return batch.packing.offsets[:-1].long()
     lines, longest = batch.ids.shape

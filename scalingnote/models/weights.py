@@ -1,16 +1,16 @@
-"""How weights are stored: the number format of matrix products, and low-rank adapters on frozen weights.
+"""Storage of weights: the number format of matrix products, and low-rank adapters on frozen weights.
 
 Products are in bfloat16 if the hardware is faster with it, else in float32. Adapters (LoRA, DoRA) come from
-peft, which functions import when they run: it is slow to import, and few runs need it. Linear layers below
-adapters may be stored in 8 or 4 bits; what is trained, merged and published is then the unpacked weight:
+peft. Functions import it when they run, because the import is slow and few runs need it. Linear layers below
+adapters may be stored in 8 or 4 bits; training, merging and publishing then use the unpacked weight:
 
     int8   a row is a scale times integers of at most 127
     nf4    NF4_BLOCK weights of a row are a scale times 16 quantiles of the normal distribution, packed by
            bitsandbytes (Dettmers et al. 2023, QLoRA, section 3)
 
 Two towers can share one backbone. They are then two module trees over the same frozen tensors, each with its
-own adapter. So the active adapter is never switched: not between the towers of a step, not in the second pass
-of GradCache, and not when gradient checkpointing recomputes a layer.
+own adapter. The active adapter is therefore never switched: not between the towers of a step, not in the
+second pass of GradCache, and not when gradient checkpointing recomputes a layer.
 """
 
 import copy
@@ -37,7 +37,7 @@ from scalingnote.storage import filesystem as fs
 _Module = TypeVar("_Module", bound=nn.Module)
 Precision = Literal["auto", "float32", "bfloat16"]
 MEASURED_SIZE = 768  # of square matrices on a CPU
-MIN_CPU_SPEEDUP = 1.5  # of bfloat16 products over float32, for `auto` to choose bfloat16 on a CPU
+MIN_CPU_SPEEDUP = 1.5  # of bfloat16 over float32 products, from which `auto` chooses bfloat16 on a CPU
 NF4_BLOCK = 64  # weights that share a scale
 _ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -45,13 +45,15 @@ _ADAPTER_FILE = "adapter_model.safetensors"
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """Return the dtype of products; `auto` is bfloat16 if the device has fast bfloat16 units, else float32.
 
-    Of the CPUs with AVX-512 BF16 and without AMX, some gain nothing and others encode three times as many
-    texts a second, so `auto` measures it. The environment variable SCALINGNOTE_PRECISION replaces `auto`, for
-    equal results on different machines.
+    Some CPUs with AVX-512 BF16 and without AMX gain nothing, others encode three times as many texts a
+    second, so `auto` measures it. The environment variable SCALINGNOTE_PRECISION replaces `auto`, for equal
+    results on different machines.
     """
     if precision == "auto" and (override := os.environ.get("SCALINGNOTE_PRECISION")):
         if override not in get_args(Precision):
-            raise ConfigError(f"SCALINGNOTE_PRECISION is {override!r}: give one of {get_args(Precision)}")
+            raise ConfigError(
+                f"SCALINGNOTE_PRECISION is {override!r}: set it to one of {get_args(Precision)}"
+            )
         precision = cast("Precision", override)
     if precision != "auto":
         return getattr(torch, precision)  # type: ignore[no-any-return]
@@ -64,10 +66,10 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 @functools.cache
 def _is_cpu_faster_in_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32; measured once, in a fifth of a second.
+    """Measure once, in a fifth of a second, whether this CPU multiplies bfloat16 faster than float32.
 
-    It compares processor time in alternating runs: all processes that encode parts of one artifact must reach
-    the same decision, on a busy machine too, and with wall time some did not.
+    The processor times of alternating runs are compared: all processes that encode parts of one artifact must
+    reach the same decision, also on a busy machine. With wall time some did not.
     """
     if torch.cpu._is_amx_tile_supported():
         return True
@@ -84,26 +86,26 @@ def _is_cpu_faster_in_bfloat16() -> bool:
 
 
 def default_device() -> torch.device:
-    """Return the device of encoders that are given none: a GPU if there is one."""
+    """Return the default device of encoders: a GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def read_in(dtype: torch.dtype, read: Callable[[torch.dtype], _Module]) -> _Module:
     """Return the module that `read` loads in `dtype`, so that no weight is in memory in a wider format.
 
-    A buffer that `read` would round, such as Gemma's scale of embeddings, must stay float32: the module is
-    then read in float32, and :func:`cast_parameters` halves it.
+    Buffers such as Gemma's scale of embeddings must stay float32. If `read` would round one, the module is
+    read in float32, for the caller to convert by :func:`cast_parameters`.
     """
     module = read(dtype)
     buffers = (buffer.dtype for buffer in module.buffers() if buffer.is_floating_point())
-    return module if all(found == torch.float32 for found in buffers) else read(torch.float32)
+    return module if all(buffer_dtype == torch.float32 for buffer_dtype in buffers) else read(torch.float32)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters of `module` to `dtype` in place, but not its buffers and no integers.
+    """Convert the floating-point parameters of `module` to `dtype` in place, but not its buffers.
 
     Rotary frequencies are buffers, and an angle is a frequency times a position: at a base of 10^6 and heads
-    of 128, bfloat16 frequencies are off by 0.6 radians between tokens 512 apart.
+    of 128, bfloat16 frequencies have an error of 0.6 radians between tokens at a distance of 512.
     """
     for parameter in module.parameters():
         if parameter.is_floating_point():
@@ -113,11 +115,12 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the floating-point operations a second of large matrix products, the best of three runs.
 
-    It is the peak that a model's utilisation is compared with. Takes 0.1 s on one CPU core.
+    It is the peak that a model's utilisation is compared with. The measurement takes 0.1 s on one CPU core.
     """
     gpu = device.type == "cuda"
     size = 8192 if gpu else MEASURED_SIZE
-    # On a CPU the processor's time counts: other processes would lower the peak, and a model pass it.
+    # On a CPU, processor time is measured: with wall time, other processes would lower the peak, and a model
+    # could exceed it.
     clock, threads = (time.perf_counter, 1) if gpu else (time.process_time, torch.get_num_threads())
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
@@ -142,7 +145,7 @@ def share_weights(model: nn.Module) -> nn.Module:
 def add_adapter(model: nn.Module, lora: Lora, *, name: str, tokens: Sequence[int], seed: int) -> None:
     """Freeze `model`, add adapter `name` to it, and make the embeddings of `tokens` trainable.
 
-    Linear layers are stored as `lora.base` says, see :func:`store_base`.
+    Linear layers are stored in the format `lora.base`, see :func:`store_base`.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -166,8 +169,8 @@ def add_adapter(model: nn.Module, lora: Lora, *, name: str, tokens: Sequence[int
 class NewTokens(nn.Module):
     """A frozen table of token embeddings with a few trainable rows.
 
-    peft has the same (`trainable_token_indices`), but copies the whole table in every forward pass: 2 GB for
-    a vocabulary of 152,000 and a hidden size of 3,584.
+    peft has the same feature (`trainable_token_indices`), but copies the entire table in every forward pass:
+    2 GB for a vocabulary of 152,000 and a hidden size of 3,584.
     """
 
     def __init__(self, table: nn.Embedding, tokens: Sequence[int]) -> None:
@@ -196,8 +199,8 @@ class NewTokens(nn.Module):
 def lower_frozen(module: nn.Module, dtype: torch.dtype) -> None:
     """Store frozen linear weights in the format of their products: half the memory, no cast per call.
 
-    For training under autocast to `dtype`; float32 changes nothing. Trainable weights, norms and embeddings
-    keep their format.
+    It is for training under autocast to `dtype`; float32 changes nothing. Trainable weights, norms and
+    embeddings keep their format.
     """
     if dtype == torch.float32:
         return
@@ -207,7 +210,7 @@ def lower_frozen(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the backbone's state with adapters merged into its weights; `model` is not changed.
+    """Return the backbone's state with adapters merged into its weights; leave `model` unchanged.
 
     One layer is merged at a time, in float32: half precision would lose the small updates.
     """
@@ -259,7 +262,7 @@ def save_adapter(model: nn.Module, folder: Path, *, name: str, base: str) -> Non
 def load_adapter(model: nn.Module, path: str | Path) -> nn.Module:
     """Return `model` with the adapter at `path`, a folder or hub id that peft reads, merged into its weights.
 
-    Raises ConfigError if the adapter is not in safetensors: peft would read a pickle.
+    Raise ConfigError if the adapter is not in safetensors, because peft would read a pickle.
     """
     from peft import PeftModel
 
@@ -268,7 +271,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> nn.Module:
             f"{str(path)!r} has no {_ADAPTER_FILE}: save the adapter again, pickles are not read"
         )
     with warnings.catch_warnings():
-        # peft 0.21 still asks transformers 5.23 by the old name.
+        # peft 0.21 still uses the old name in transformers 5.23.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         adapted: Any = PeftModel.from_pretrained(model, str(path))
     merged_model: nn.Module = adapted.merge_and_unload(safe_merge=True)
@@ -278,9 +281,9 @@ def load_adapter(model: nn.Module, path: str | Path) -> nn.Module:
 def store_base(model: nn.Module, base: Stored) -> None:
     """Store the linear layers of a frozen model in 8 or 4 bits, in place; "full" leaves them as they are.
 
-    Trees that share weights are made afterwards, or each gets its own bytes. Embeddings, norms and layers
-    that are no `nn.Linear` (GPT-2's) stay as they are. ConfigError if a package is missing, or the width of a
-    layer is no multiple of NF4_BLOCK.
+    Call it before :func:`share_weights`, or each tree gets its own copy. Embeddings, norms and layers that
+    are not `nn.Linear` (GPT-2's) are not changed. Raise ConfigError if a package is missing, or if the width
+    of a layer is not a multiple of NF4_BLOCK.
     """
     if base == "full":
         return
@@ -292,12 +295,12 @@ def store_base(model: nn.Module, base: Stored) -> None:
 class FrozenLinear(nn.Linear):
     """A frozen linear layer whose weight is stored in 8 or 4 bits and unpacked for each product.
 
-    The backward pass unpacks again, so no more than one unpacked weight is in memory. Products are in the
-    dtype of the input, or of autocast.
+    The backward pass unpacks it again, so at most one unpacked weight is in memory. Products are in the dtype
+    of the input, or of autocast.
     """
 
     def __init__(self, layer: nn.Linear, base: Stored) -> None:
-        nn.Module.__init__(self)  # nn.Linear's would make a weight in float32
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a weight in float32
         self.in_features, self.out_features, self.base = layer.in_features, layer.out_features, base
         packed, scales = _pack(layer.weight.detach().float(), base)
         # Both with a row for each output, so that fsdp2 shards them.
@@ -306,7 +309,7 @@ class FrozenLinear(nn.Linear):
         self.bias = layer.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the product, as a linear layer with the unpacked weight does."""
+        """Return the product, like a linear layer with the unpacked weight."""
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
@@ -349,7 +352,9 @@ def _pack(
         return (weight / scales.float()).round().clamp(-127, 127).to(torch.int8), scales
     rows, width = weight.shape
     if width % NF4_BLOCK:
-        raise ConfigError(f"lora.base: nf4 needs widths that {NF4_BLOCK} divides, found {width}: choose int8")
+        raise ConfigError(
+            f"lora.base: nf4 needs widths that are multiples of {NF4_BLOCK}, found {width}: choose int8"
+        )
     packed, state = _four_bits().quantize_4bit(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
     return packed.view(rows, -1), state.absmax.view(rows, -1).bfloat16()
 
@@ -370,7 +375,7 @@ def _unpack(packed: Tensor, scales: Tensor, base: Stored, dtype: torch.dtype) ->
 
 
 def _four_bits() -> Any:
-    """Return bitsandbytes' functions; ConfigError without the package."""
+    """Return bitsandbytes' functions; raise ConfigError if the package is missing."""
     try:
         from bitsandbytes import functional
     except ImportError as error:
@@ -387,12 +392,12 @@ def write_vocabulary(
     alone: Float[ndarray, "vocabulary dim"] | None,
     tokenizer_json: str,
 ) -> None:
-    """Write to a URI what a student may start from, so that distillation never loads its teacher.
+    """Write a teacher's vectors that a student may start from, so that distillation never loads the teacher.
 
     Args:
-        folder: URI; gets ``tokens.safetensors``, ``alone.safetensors`` and ``tokenizer.json``.
+        folder: URI for ``tokens.safetensors``, ``alone.safetensors`` and ``tokenizer.json``.
         tokens: the teacher's input embedding of each token.
-        alone: its embedding of a query with this token alone; None: not written.
+        alone: its embedding of a query with only this token; None: not written.
         tokenizer_json: its tokenizer.
     """
     weights = {"tokens": tokens.float().cpu().contiguous()}

@@ -1,4 +1,4 @@
-"""Adapters: what learns, what is shared, and that merging, keeping and recomputing change nothing."""
+"""Adapters: trainable and shared weights; merging, saving and recomputation do not change embeddings."""
 
 import functools
 from pathlib import Path
@@ -25,27 +25,27 @@ KINDS = {"lora": LORA, "dora": LORA.model_copy(update={"dora": True})}
 
 def build(path: Path, lora: Lora = LORA, *, share_base: bool = True) -> DualEncoder:
     configs = {role: families.tower_config(path, role=role, lora=lora) for role in ("query", "document")}
-    made = dual_encoder.build(**configs, dim=16, tokenizers={}, seed=0, share_base=share_base)
-    stir(made)
-    return made
+    towers = dual_encoder.build(**configs, dim=16, tokenizers={}, seed=0, share_base=share_base)
+    stir(towers)
+    return towers
 
 
-def stir(made: nn.Module) -> None:
-    """Move what learns off its start, where an adapter does nothing."""
+def stir(module: nn.Module) -> None:
+    """Move trainable weights away from their start, at which an adapter has no effect."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
-def batches(made: DualEncoder) -> dict[str, Batch]:
-    assert isinstance(made.document.prompt, DocumentPrompt)
+def batches(towers: DualEncoder) -> dict[str, Batch]:
+    assert isinstance(towers.document.prompt, DocumentPrompt)
     rows = {
-        "query": made.query.prompt.rows(QUERIES),
-        "document": made.document.prompt.rows(*families.DOCUMENTS),
+        "query": towers.query.prompt.rows(QUERIES),
+        "document": towers.document.prompt.rows(*families.DOCUMENTS),
     }
-    return {name: collate(rows[name], pad=made.query.pad, packed=True) for name in rows}
+    return {name: collate(rows[name], pad=towers.query.pad, packed=True) for name in rows}
 
 
 def loss_of(embeddings: dict[str, Tensor]) -> Tensor:
@@ -53,10 +53,10 @@ def loss_of(embeddings: dict[str, Tensor]) -> Tensor:
     return (queries @ documents.T).logsumexp(0).sum()
 
 
-def gradients(made: DualEncoder, loss: Tensor) -> dict[str, Tensor]:
-    made.zero_grad()
+def gradients(towers: DualEncoder, loss: Tensor) -> dict[str, Tensor]:
+    towers.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in towers.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module", params=["qwen2", "bert"])
@@ -69,131 +69,133 @@ def lora(request: pytest.FixtureRequest) -> Lora:
     return KINDS[request.param]
 
 
-def test_two_towers_hold_one_base_and_learn_their_adapters_alone(path: Path):
-    made = build(path)
+def test_two_towers_share_a_base_and_train_only_adapters(path: Path):
+    towers = build(path)
     frozen = {
-        role: {name: p for name, p in getattr(made, role).backbone.named_parameters() if not p.requires_grad}
+        role: {
+            name: p for name, p in getattr(towers, role).backbone.named_parameters() if not p.requires_grad
+        }
         for role in ("query", "document")
     }
-    ids = {role: {id(p) for p in found.values()} for role, found in frozen.items()}
+    ids = {role: {id(p) for p in parameters.values()} for role, parameters in frozen.items()}
     assert ids["query"] == ids["document"]
-    learning = {name for name, p in made.named_parameters() if p.requires_grad}
-    assert all(".lora_" in name or name.endswith(("projection.weight", ".rows")) for name in learning)
-    assert {name.split(".")[0] for name in learning} == {"query", "document"}
-    before = {name: p.detach().clone() for name, p in made.named_parameters()}
-    optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=1.0)
-    gradients(made, loss_of({name: made.encode(name, rows) for name, rows in batches(made).items()}))
+    trainable = {name for name, p in towers.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name or name.endswith(("projection.weight", ".rows")) for name in trainable)
+    assert {name.split(".")[0] for name in trainable} == {"query", "document"}
+    before = {name: p.detach().clone() for name, p in towers.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in towers.parameters() if p.requires_grad], lr=1.0)
+    gradients(towers, loss_of({name: towers.encode(name, rows) for name, rows in batches(towers).items()}))
     optimizer.step()
-    moved = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == learning
+    changed = {name for name, p in towers.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == trainable
 
 
-def test_a_shared_base_gives_what_two_bases_give(path: Path, lora: Lora):
-    shared, apart = build(path, lora), build(path, lora, share_base=False)
-    found = {}
-    for key, made in (("shared", shared), ("apart", apart)):
-        embeddings = {name: made.encode(name, rows) for name, rows in batches(made).items()}
-        found[key] = embeddings, gradients(made, loss_of(embeddings))
-    for name, embedding in found["apart"][0].items():
-        torch.testing.assert_close(found["shared"][0][name], embedding)
-    assert found["shared"][1].keys() == found["apart"][1].keys()
-    for name, gradient in found["apart"][1].items():
-        torch.testing.assert_close(found["shared"][1][name], gradient, msg=name)
+def test_a_shared_base_equals_two_bases(path: Path, lora: Lora):
+    shared, separate = build(path, lora), build(path, lora, share_base=False)
+    results = {}
+    for key, towers in (("shared", shared), ("separate", separate)):
+        embeddings = {name: towers.encode(name, rows) for name, rows in batches(towers).items()}
+        results[key] = embeddings, gradients(towers, loss_of(embeddings))
+    for name, embedding in results["separate"][0].items():
+        torch.testing.assert_close(results["shared"][0][name], embedding)
+    assert results["shared"][1].keys() == results["separate"][1].keys()
+    for name, gradient in results["separate"][1].items():
+        torch.testing.assert_close(results["shared"][1][name], gradient, msg=name)
 
 
 def test_chunked_and_recomputed_passes_give_the_same_gradients(path: Path, lora: Lora):
-    """The order of GradCache: no graph first, then towers and chunks in any order, layers recomputed."""
-    made = build(path, lora)
-    rows = batches(made)
-    plain = gradients(made, loss_of({name: made.encode(name, part) for name, part in rows.items()}))
-    made.train()
-    for role in (made.query, made.document):
+    """Follow GradCache: a pass without a graph, then towers in chunks, with layers recomputed."""
+    towers = build(path, lora)
+    rows = batches(towers)
+    plain = gradients(towers, loss_of({name: towers.encode(name, part) for name, part in rows.items()}))
+    towers.train()
+    for role in (towers.query, towers.document):
         role.backbone.activation_checkpointing_enable()
     with torch.no_grad():
-        leaves = {name: made.encode(name, part).requires_grad_() for name, part in rows.items()}
+        leaves = {name: towers.encode(name, part).requires_grad_() for name, part in rows.items()}
     loss_of(leaves).backward()
-    made.zero_grad()
+    towers.zero_grad()
     surrogates = []
     for start in (0, 2):
         for name in ("query", "document"):
-            part = made.encode(name, rows[name].rows(start, start + 2))
+            part = towers.encode(name, rows[name].rows(start, start + 2))
             surrogates.append((part * leaves[name].grad[start : start + 2]).sum())
     sum(surrogates).backward()
-    for name, parameter in made.named_parameters():
+    for name, parameter in towers.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, plain[name], atol=1e-4, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("merge", [True, False])
-def test_saved_towers_encode_the_same_with_adapters_merged_or_kept(
-    path: Path, lora: Lora, merge: bool, tmp_path: Path
-):
-    made = build(path, lora).eval()
-    weights = {name: p.clone() for name, p in made.named_parameters()}
-    made.save(tmp_path, merge_adapters=merge)
-    assert all(torch.equal(p, weights[name]) for name, p in made.named_parameters())
+def test_saved_towers_encode_the_same_with_adapters(path: Path, lora: Lora, merge: bool, tmp_path: Path):
+    towers = build(path, lora).eval()
+    weights = {name: p.clone() for name, p in towers.named_parameters()}
+    towers.save(tmp_path, merge_adapters=merge)
+    assert all(torch.equal(p, weights[name]) for name, p in towers.named_parameters())
     assert (tmp_path / "query" / "adapter_config.json").exists() is not merge
-    if merge:  # BERT's pooler is not saved: nothing reads it
+    if merge:  # BERT's pooler is not saved, because it is not used
         _, report = AutoModel.from_pretrained(tmp_path / "document", output_loading_info=True)
         assert not {name for name in report["missing_keys"] if not name.startswith("pooler.")}
         assert not report["unexpected_keys"]
     again = DualEncoder.load(tmp_path)
     assert not any(isinstance(module, BaseTunerLayer) for module in again.modules())
-    rows = batches(made)
+    rows = batches(towers)
     for name, part in rows.items():
-        torch.testing.assert_close(again.encode(name, part), made.encode(name, part), atol=1e-4, rtol=1e-4)
-    assert again.document.prompt.rows(*families.DOCUMENTS) == made.document.prompt.rows(*families.DOCUMENTS)
+        torch.testing.assert_close(again.encode(name, part), towers.encode(name, part), atol=1e-4, rtol=1e-4)
+    assert again.document.prompt.rows(*families.DOCUMENTS) == towers.document.prompt.rows(*families.DOCUMENTS)
 
 
-def check_saved(made: Tower, folder: Path) -> None:
-    """Save a document tower with its adapter kept, if it can be, and compare."""
-    stir(made.eval())
-    made.save(folder, merge_adapters=False)
-    rows = collate(made.prompt.rows(*families.DOCUMENTS), pad=made.pad)
-    torch.testing.assert_close(load_tower(folder)(rows), made(rows), atol=1e-4, rtol=1e-4)
+def check_saved(tower: Tower, folder: Path) -> None:
+    """Save a document tower, with its adapter not merged if possible, and compare the loaded one."""
+    stir(tower.eval())
+    tower.save(folder, merge_adapters=False)
+    rows = collate(tower.prompt.rows(*families.DOCUMENTS), pad=tower.pad)
+    torch.testing.assert_close(load_tower(folder)(rows), tower(rows), atol=1e-4, rtol=1e-4)
 
 
-def test_a_kept_adapter_is_a_backbone_with_its_layers_cut_as_they_were(path: Path, tmp_path: Path):
+def test_a_saved_adapter_keeps_its_number_of_layers(path: Path, tmp_path: Path):
     config = families.tower_config(path, role="document", lora=LORA)
-    cut, kept = (
+    shallow, loaded_config = (
         config.model_copy(update={"backbone": Pretrained(path=str(place), layers=1)})
         for place in (path, tmp_path)
     )
-    built = functools.partial(dual_encoder.build_tower, role="document", dim=16, tokenizer_json=None, seed=0)
-    check_saved(built(cut), tmp_path)
-    assert built(kept).backbone.config.num_hidden_layers == 1
+    build_one = functools.partial(
+        dual_encoder.build_tower, role="document", dim=16, tokenizer_json=None, seed=0
+    )
+    check_saved(build_one(shallow), tmp_path)
+    assert build_one(loaded_config).backbone.config.num_hidden_layers == 1
 
 
-def test_a_scratch_backbone_lies_nowhere_else_and_is_merged(tmp_path: Path):
+def test_adapters_on_a_scratch_backbone_are_merged(tmp_path: Path):
     check_saved(families.scratch_tower(tiny.CAUSAL, "document", lora=LORA), tmp_path)
 
 
-def test_new_tokens_learn_in_a_table_that_does_not():
+def test_new_tokens_train_in_a_frozen_table():
     table = nn.Embedding(9, 4)
     table.requires_grad_(False)
-    made = weights.NewTokens(table, [3, 8])
+    new_tokens = weights.NewTokens(table, [3, 8])
     ids = torch.tensor([[1, 3, 8, 8]])
-    torch.testing.assert_close(made(ids), table(ids))
+    torch.testing.assert_close(new_tokens(ids), table(ids))
     with torch.no_grad():
-        made.rows += 1
+        new_tokens.rows += 1
     expected = table(ids) + torch.tensor([0.0, 1, 1, 1])[:, None]
-    torch.testing.assert_close(made(ids), expected)
-    torch.testing.assert_close(nn.functional.embedding(ids, made.weight), expected)
-    made(ids).sum().backward()
-    assert made.rows.grad.tolist() == [[1.0] * 4, [2.0] * 4]
+    torch.testing.assert_close(new_tokens(ids), expected)
+    torch.testing.assert_close(nn.functional.embedding(ids, new_tokens.weight), expected)
+    new_tokens(ids).sum().backward()
+    assert new_tokens.rows.grad.tolist() == [[1.0] * 4, [2.0] * 4]
 
 
 def test_frozen_weights_in_half_precision_train_and_merge(path: Path):
-    made = build(path)
-    rows = batches(made)
-    exact = made.encode("document", rows["document"])
-    weights.lower_frozen(made, torch.bfloat16)
+    towers = build(path)
+    rows = batches(towers)
+    exact = towers.encode("document", rows["document"])
+    weights.lower_frozen(towers, torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        half = made.encode("document", rows["document"])
+        half = towers.encode("document", rows["document"])
     half.sum().backward()
     assert (half - exact).norm() / exact.norm() < 0.1
-    assert all(p.dtype == torch.float32 for p in made.parameters() if p.requires_grad)
-    state = weights.merged_state(made.document.backbone)
+    assert all(p.dtype == torch.float32 for p in towers.parameters() if p.requires_grad)
+    state = weights.merged_state(towers.document.backbone)
     assert all(value.dtype == torch.float32 for name, value in state.items() if ".q_proj." in name)
 
 

@@ -1,4 +1,4 @@
-"""A published model becomes a dual encoder, and the stages after it read it like any other."""
+"""A published model becomes a dual encoder, which later stages read like any other."""
 
 import hashlib
 from pathlib import Path
@@ -33,7 +33,7 @@ def dual_encoder(uri: str) -> Any:
     return DualEncoder.load(Path(uri))
 
 
-def test_documents_and_queries_are_encoded_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_adopted_model_encodes_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = folder(tmp_path, prompts={"query": "find: ", "document": "text: "}, max_length=40)
     towers = adopt.run(AdoptConfig(path=str(path)), output=str(tmp_path / "towers"))
     weights = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
@@ -43,13 +43,13 @@ def test_documents_and_queries_are_encoded_as_published(tmp_path: Path, monkeypa
     without_ray(monkeypatch)
     dataset = tiny.dataset(str(tmp_path / "dataset"))
     config = EncodeConfig(dtype="float32", resources=Fleet(workers=1))
-    found = encode.run(
+    embeddings = encode.run(
         config, dataset=dataset.uri, dual_encoder=towers.uri, output=str(tmp_path / "embeddings")
     )
     model = SentenceTransformer(str(path), device="cpu")
     texts = [f"{row['title']} {row['content']}" for row in tiny.document_rows()]
-    embedded = arrow.to_numpy(found.table("embeddings")["summary"])
-    np.testing.assert_allclose(embedded, model.encode_document(texts), atol=CLOSE)
+    actual = arrow.to_numpy(embeddings.table("embeddings")["summary"])
+    np.testing.assert_allclose(actual, model.encode_document(texts), atol=CLOSE)
 
     queries = dataset.table("queries.parquet")["query"].to_pylist()[:8]
     encoder = QueryEncoder(towers.directory("query"), precision="float32")
@@ -57,17 +57,17 @@ def test_documents_and_queries_are_encoded_as_published(tmp_path: Path, monkeypa
     np.testing.assert_allclose(encoder.encode_queries(queries), model.encode_query(queries), atol=CLOSE)
 
 
-def test_a_pair_has_two_models_of_one_width(tmp_path: Path):
+def test_a_pair_has_two_models_of_equal_width(tmp_path: Path):
     small, wide = folder(tmp_path / "a"), folder(tmp_path / "b", pooling=["cls", "mean"])
     config = AdoptConfig(path=str(small), query_path=str(folder(tmp_path / "c", pooling="cls")))
-    made = dual_encoder(adopt.run(config, output=str(tmp_path / "pair")).uri)
-    assert (made.query.native.pooling, made.document.native.pooling) == ("cls", "mean")
+    towers = dual_encoder(adopt.run(config, output=str(tmp_path / "pair")).uri)
+    assert (towers.query.native.pooling, towers.document.native.pooling) == ("cls", "mean")
     config = AdoptConfig(path=str(small), query_path=str(wide))
     with pytest.raises(ConfigError, match="same dimensions"):
         adopt.run(config, output=str(tmp_path / "unequal"))
 
 
-def test_the_config_says_what_the_files_do_not(tmp_path: Path):
+def test_the_config_overrides_the_files_of_a_model(tmp_path: Path):
     path = folder(tmp_path, prompts={"query": "", "document": "text: "}, max_length=40)
     config = AdoptConfig(
         path=str(path),
@@ -82,16 +82,16 @@ def test_the_config_says_what_the_files_do_not(tmp_path: Path):
     model[1].pooling_mode = "cls"
     text = "a b c d e f g h i j k l m n o p"
     model.max_seq_length = 8
-    found = QueryEncoder(towers.directory("query"), precision="float32").encode_queries([text])[0]
-    np.testing.assert_allclose(found, model.encode(f"ask: {text}"), atol=CLOSE)
+    actual = QueryEncoder(towers.directory("query"), precision="float32").encode_queries([text])[0]
+    np.testing.assert_allclose(actual, model.encode(f"ask: {text}"), atol=CLOSE)
     model.max_seq_length = 9
     documents = pa.table({"title": ["a b"], "topic": [""], "content": [text]})
-    found = Encoder.load(towers.directory("document")).encode_documents(documents)["summary"][0]
-    np.testing.assert_allclose(found, model.encode(f"find: a b {text}"), atol=CLOSE)
+    actual = Encoder.load(towers.directory("document")).encode_documents(documents)["summary"][0]
+    np.testing.assert_allclose(actual, model.encode(f"find: a b {text}"), atol=CLOSE)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "prefix", "warned"),
+    ("prompts", "prefix", "expected"),
     [
         ({"document": "", "passage": "p: "}, None, ["passage", "p: "]),
         ({"passage": "p: "}, None, ["passage", "p: "]),
@@ -99,20 +99,20 @@ def test_the_config_says_what_the_files_do_not(tmp_path: Path):
         ({"document": "d: ", "passage": "p: "}, None, []),
     ],
 )
-def test_a_prompt_of_documents_that_is_not_read_is_named(
-    tmp_path: Path, prompts: Any, prefix: str | None, warned: list[str], monkeypatch: pytest.MonkeyPatch
+def test_an_unread_document_prompt_is_logged(
+    tmp_path: Path, prompts: Any, prefix: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     path = folder(tmp_path)
     edited(settings_of(path), prompts=prompts)
-    said: list[Any] = []
-    monkeypatch.setattr(adopt.log, "warning", lambda text, *values: said.extend(values[1:]))
-    made: Any = adopt.open_tower(AdoptConfig(path=str(path), document_prefix=prefix), "document")
+    arguments: list[Any] = []
+    monkeypatch.setattr(adopt.log, "warning", lambda text, *values: arguments.extend(values[1:]))
+    tower: Any = adopt.open_tower(AdoptConfig(path=str(path), document_prefix=prefix), "document")
     adopt.open_tower(AdoptConfig(path=str(path), document_prefix=prefix), "query")
-    assert said == warned
-    assert made.native.prefix == (prefix or prompts.get("document", ""))
+    assert arguments == expected
+    assert tower.native.prefix == (prefix or prompts.get("document", ""))
 
 
-def test_a_card_says_that_nothing_was_trained(tmp_path: Path):
+def test_the_card_of_an_adopted_model_says_published(tmp_path: Path):
     config = AdoptConfig(path=str(folder(tmp_path)))
     towers = adopt.run(config, output=str(tmp_path / "towers"))
     query, document = sorted(publish.publish(towers, tmp_path / "cards"), reverse=True)
@@ -123,17 +123,17 @@ def test_a_card_says_that_nothing_was_trained(tmp_path: Path):
     SentenceTransformer(str(query), device="cpu")
 
 
-def test_adopt_takes_the_place_of_training(tmp_path: Path):
-    adopted = [f"adopt.path={tmp_path}", "distill=null"]
-    names = [stage.name for stage in stages.of(load(RunConfig, [CONFIG], adopted))]
+def test_adopt_replaces_training_in_a_run(tmp_path: Path):
+    settings = [f"adopt.path={tmp_path}", "distill=null"]
+    names = [stage.name for stage in stages.of(load(RunConfig, [CONFIG], settings))]
     assert names == ["prepare", "adopt", "encode", "quantize", "index", "evaluate"]
-    names = [stage.name for stage in stages.of(load(RunConfig, [CONFIG], adopted[:1]))]
+    names = [stage.name for stage in stages.of(load(RunConfig, [CONFIG], settings[:1]))]
     assert names[:5] == ["prepare", "planner", "collect", "adopt", "teacher"]
     with pytest.raises(ConfigError, match="adopt takes the place of stage I"):
-        load(RunConfig, [CONFIG], [*adopted, "rounds=2"])
+        load(RunConfig, [CONFIG], [*settings, "rounds=2"])
 
 
-def test_only_the_weights_that_were_named_are_taken(tmp_path: Path):
+def test_weights_with_another_checksum_are_refused(tmp_path: Path):
     path = folder(tmp_path)
     digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
     adopt.run(AdoptConfig(path=str(path), weights_sha256=digest), output=str(tmp_path / "right"))

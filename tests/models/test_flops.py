@@ -1,4 +1,4 @@
-"""Parameters and work of transformers: those of the models themselves, and what torch counts."""
+"""Parameters and work of transformers equal those of the models and the counts of torch."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def model_of(kind: str, **more: object) -> torch.nn.Module:
         ("qwen3", {"attention_bias": True}),
     ],
 )
-def test_parameters_are_those_of_the_model(kind: str, more: dict[str, bool]):
+def test_parameters_equal_those_of_the_model(kind: str, more: dict[str, bool]):
     model = model_of(kind, **more)
     shape = settings_shape(model.config.to_dict(), source=kind)
     parameters = {name: p.numel() for name, p in model.named_parameters()}
@@ -65,19 +65,19 @@ def test_parameters_are_those_of_the_model(kind: str, more: dict[str, bool]):
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "bert"])
-def test_a_scratch_backbone_is_what_is_built(architecture: str):
-    # A corpus of a few words learns fewer tokens than it may: the vocabulary is told.
+def test_the_shape_of_a_scratch_backbone_is_the_models(architecture: str):
+    # A corpus of a few words has fewer tokens than configured, so the vocabulary is set.
     scratch = tiny.CAUSAL.model_copy(update={"architecture": architecture, "layers": 2})
     texts = [row["content"] for row in tiny.document_rows()]
-    learnt = backbones.train_tokenizer(texts, vocabulary=scratch.vocabulary)
-    model = backbones.build(scratch, tokenizer_json=learnt, seed=0).model
+    tokenizer_json = backbones.train_tokenizer(texts, vocabulary=scratch.vocabulary)
+    model = backbones.build(scratch, tokenizer_json=tokenizer_json, seed=0).model
     size = model.get_input_embeddings().num_embeddings
     shape = backbone_shape(scratch.model_copy(update={"vocabulary": size - 3}))
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.causal == (architecture == "qwen2")
 
 
-# Counted by their makers, with the output matrix where it is not the token table.
+# As stated by their authors; with the output matrix, if it is not the token table.
 @pytest.mark.parametrize(
     ("name", "total", "own_head"),
     [
@@ -99,16 +99,16 @@ def test_published_shapes_have_the_published_size(name: str, total: int, own_hea
 @pytest.mark.parametrize("kind", ["qwen2", "bert"])
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft's own
-def test_adapters_are_those_of_peft(kind: str, dora: bool):
+def test_adapter_parameters_equal_those_of_peft(kind: str, dora: bool):
     settings = AutoConfig.for_model(kind, **KINDS[kind])
     model = AutoModel.from_config(settings, **HEADLESS.get(kind, {}))
     wrapped = peft.get_peft_model(
         model,
         peft.LoraConfig(r=3, target_modules="all-linear", use_dora=dora, task_type="FEATURE_EXTRACTION"),
     )
-    trained, _ = wrapped.get_nb_trainable_parameters()
+    expected, _ = wrapped.get_nb_trainable_parameters()
     shape = settings_shape(settings.to_dict(), source=kind)
-    assert adapter_parameters(shape, Lora(rank=3, dora=dora)) == trained
+    assert adapter_parameters(shape, Lora(rank=3, dora=dora)) == expected
 
 
 def test_a_folder_with_a_config_is_enough(tmp_path: Path):
@@ -117,20 +117,20 @@ def test_a_folder_with_a_config_is_enough(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("content", "message"),
     [
         ("{", "is not JSON"),
         ('{"model_type": "qwen2"}', "no 'num_attention_heads'"),
         (json.dumps({**DECODER, "model_type": "mamba"}), "shape of 'mamba' is not known"),
     ],
 )
-def test_a_config_that_says_no_shape_is_refused(tmp_path: Path, written: str, message: str):
-    (tmp_path / "config.json").write_text(written)
+def test_a_config_without_a_shape_is_refused(tmp_path: Path, content: str, message: str):
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         backbone_shape(Pretrained(path=str(tmp_path)))
 
 
-def test_an_unknown_name_says_how_to_make_it_known():
+def test_the_error_of_an_unknown_name_says_what_to_do():
     with pytest.raises(ConfigError, match=r"hf download no/where config.json"):
         backbone_shape(Pretrained(path="no/where"))
 
@@ -140,7 +140,7 @@ def test_an_unknown_name_says_how_to_make_it_known():
 
 @pytest.mark.parametrize("kind", ["qwen2", "bert"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_work_is_what_torch_counts(kind: str, checkpointing: bool):
+def test_work_equals_the_count_of_torch(kind: str, checkpointing: bool):
     settings = AutoConfig.for_model(kind, **KINDS[kind], attn_implementation="eager")
     model = AutoModel.from_config(settings, **HEADLESS.get(kind, {}))
     if checkpointing:
@@ -153,12 +153,12 @@ def test_work_is_what_torch_counts(kind: str, checkpointing: bool):
     shape = settings_shape(settings.to_dict(), source=kind)
     work = flops.row(shape, tokens=TOKENS, pooled=2, dim=16, checkpointing=checkpointing)
     expected = 3 * work.total
-    if shape.causal:  # torch computes the half that is masked, too
+    if shape.causal:  # torch computes the masked half, too
         expected += 3 * (4 if checkpointing else 3) * 2 * TOKENS**2 * shape.layers * shape.query_width
     assert counter.get_total_flops() == expected
 
 
-def test_frozen_weights_need_no_gradient_of_their_own():
+def test_frozen_weights_have_no_gradient_work():
     lora = Lora(rank=2)
     full = flops.row(SHAPE, tokens=TOKENS, pooled=0, dim=1)
     adapted = flops.row(SHAPE, tokens=TOKENS, pooled=0, dim=1, lora=lora)
@@ -169,14 +169,14 @@ def test_frozen_weights_need_no_gradient_of_their_own():
 
 
 @given(st.integers(1, 500).map(float), st.booleans())
-def test_grad_cache_goes_forward_once_more(tokens: float, checkpointing: bool):
+def test_grad_cache_adds_one_forward_pass(tokens: float, checkpointing: bool):
     plain = flops.row(SHAPE, tokens=tokens, pooled=3, dim=8, checkpointing=checkpointing)
     cached = flops.row(SHAPE, tokens=tokens, pooled=3, dim=8, checkpointing=checkpointing, grad_cache=True)
     assert cached.total == plain.total + plain.forward
     assert cached.model == plain.model
 
 
-def test_scores_cost_what_their_products_do():
+def test_scores_cost_their_products():
     work = flops.loss(rows=5, columns=2, views=3, prefixes=(4, 8), bidirectional=True)
     there = sum(2 * 5 * 10 * m for m in (4, 8)) * 3
     back = sum(2 * 5 * 5 * m for m in (4, 8)) * 3

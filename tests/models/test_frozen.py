@@ -1,4 +1,4 @@
-"""Formats of weights: of products, and of frozen ones in 8 and 4 bits: packed, trained on and merged."""
+"""Formats of weights: precision of products, and frozen weights in 8 and 4 bits in training and merging."""
 
 from pathlib import Path
 
@@ -25,48 +25,48 @@ ERROR = {"int8": 0.01, "nf4": 0.12}  # of a normal matrix, relative to its norm
 
 def layer(base: str, *, wide: int = 128, out: int = 48) -> tuple[nn.Linear, FrozenLinear]:
     torch.manual_seed(0)
-    whole = nn.Linear(wide, out).requires_grad_(False)
-    whole.weight.data = torch.randn(out, wide)
-    return whole, FrozenLinear(whole, base)
+    linear = nn.Linear(wide, out).requires_grad_(False)
+    linear.weight.data = torch.randn(out, wide)
+    return linear, FrozenLinear(linear, base)
 
 
 @pytest.mark.parametrize("base", BYTES)
 def test_a_packed_weight_is_close_and_small(base: str):
-    whole, packed = layer(base)
-    found = packed.unpack()
-    assert (found.weight - whole.weight).norm() < ERROR[base] * whole.weight.norm()
-    assert torch.equal(found.bias, whole.bias)
-    assert packed.weight.nbytes == BYTES[base] * whole.weight.numel()
-    assert packed.scales.nbytes == 2 * whole.weight.numel() / (128 if base == "int8" else weights.NF4_BLOCK)
+    linear, packed = layer(base)
+    unpacked = packed.unpack()
+    assert (unpacked.weight - linear.weight).norm() < ERROR[base] * linear.weight.norm()
+    assert torch.equal(unpacked.bias, linear.bias)
+    assert packed.weight.nbytes == BYTES[base] * linear.weight.numel()
+    assert packed.scales.nbytes == 2 * linear.weight.numel() / (128 if base == "int8" else weights.NF4_BLOCK)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("base", BYTES)
-def test_products_and_gradients_are_those_of_the_unpacked_weight(base: str, precision: torch.dtype):
+def test_products_and_gradients_equal_the_unpacked_weights(base: str, precision: torch.dtype):
     _, packed = layer(base)
     inputs = torch.randn(2, 5, 128, requires_grad=True)
-    found = {}
+    results = {}
     for name, module in (("packed", packed), ("unpacked", packed.unpack().requires_grad_(False))):
         inputs.grad = None
         with torch.autocast("cpu", torch.bfloat16, enabled=precision != torch.float32):
             product = module(inputs)
         assert product.dtype == precision
         product.float().square().sum().backward()
-        found[name] = product, inputs.grad
-    for one, other in zip(found["packed"], found["unpacked"], strict=True):
-        assert (one - other).norm() <= (1e-5 if precision == torch.float32 else 0.02) * other.norm()
+        results[name] = product, inputs.grad
+    for actual, expected in zip(results["packed"], results["unpacked"], strict=True):
+        assert (actual - expected).norm() <= (1e-5 if precision == torch.float32 else 0.02) * expected.norm()
 
 
 def test_a_saved_graph_holds_no_unpacked_weight():
     _, packed = layer("int8")
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    tensors: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
         packed(torch.randn(3, 128, requires_grad=True))
-    assert {tensor.dtype for tensor in kept} == {torch.int8, torch.bfloat16}
+    assert {tensor.dtype for tensor in tensors} == {torch.int8, torch.bfloat16}
 
 
-def test_a_width_that_has_no_blocks_and_a_missing_package_are_said(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="widths that 64 divides, found 96: choose int8"):
+def test_unsupported_storage_settings_are_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="multiples of 64, found 96: choose int8"):
         layer("nf4", wide=96)
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="needs bitsandbytes"):
@@ -82,7 +82,7 @@ def test_a_width_that_has_no_blocks_and_a_missing_package_are_said(monkeypatch: 
 
 
 def folder(tmp_path: Path) -> Path:
-    """A Qwen2 whose widths have blocks."""
+    """Save a Qwen2 whose widths are multiples of the block size."""
     return families.folder(tmp_path / "base", "qwen2", sizes={"hidden_size": 64, "intermediate_size": 128})
 
 
@@ -95,9 +95,9 @@ def towers(path: Path, base: str) -> DualEncoder:
 class Match(nn.Module):
     """In-batch softmax of a few queries and documents."""
 
-    def __init__(self, made: DualEncoder) -> None:
+    def __init__(self, encoder: DualEncoder) -> None:
         super().__init__()
-        self.towers = made
+        self.towers = encoder
 
     def forward(self, rows: dict[str, Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         queries, documents = self.towers(rows["query"], rows["document"])
@@ -105,33 +105,33 @@ class Match(nn.Module):
         return nn.functional.cross_entropy(scores, torch.arange(len(scores))), {}
 
 
-def rows(made: DualEncoder) -> dict[str, Batch]:
+def rows(encoder: DualEncoder) -> dict[str, Batch]:
     titles = list(families.DOCUMENTS[0])
-    pad = made.query.pad
+    pad = encoder.query.pad
     return {
-        "query": collate(made.query.prompt.rows(titles), pad=pad),
-        "document": collate(made.document.prompt.rows(*families.DOCUMENTS), pad=pad),
+        "query": collate(encoder.query.prompt.rows(titles), pad=pad),
+        "document": collate(encoder.document.prompt.rows(*families.DOCUMENTS), pad=pad),
     }
 
 
-def engine(made: DualEncoder) -> Engine:
+def engine(encoder: DualEncoder) -> Engine:
     schedule = Schedule(
         optimizer=Optimizer(peak_lr=1e-2), global_batch=4, precision="float32", resources=Ranks(workers=0)
     )
-    return build(Match(made), schedule=schedule, device=torch.device("cpu"))
+    return build(Match(encoder), schedule=schedule, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("base", BYTES)
-def test_adapters_learn_on_packed_weights_and_are_merged_into_them(base: str, tmp_path: Path):
-    made = towers(folder(tmp_path), base)
+def test_adapters_on_packed_weights_train_and_merge(base: str, tmp_path: Path):
+    encoder = towers(folder(tmp_path), base)
     layers = [
         [module for module in tower.backbone.modules() if isinstance(module, FrozenLinear)]
-        for tower in (made.query, made.document)
+        for tower in (encoder.query, encoder.document)
     ]
     assert len(layers[0]) == 14
     assert [id(layer.weight) for layer in layers[0]] == [id(layer.weight) for layer in layers[1]]
     before = [(layer.weight.clone(), layer.scales.clone()) for layer in layers[0]]
-    training, batch = engine(made), rows(made)
+    training, batch = engine(encoder), rows(encoder)
     losses = []
     for _ in range(30):
         loss, _ = training(batch)
@@ -144,17 +144,19 @@ def test_adapters_learn_on_packed_weights_and_are_merged_into_them(base: str, tm
         assert torch.equal(layer.scales, scales)
     assert all("lora_" in name or "rows" in name or "projection" in name for name in training.weights())
     assert not any("base_layer" in name for name in training.state())
-    made.eval().save(tmp_path / "saved")
-    again = DualEncoder.load(tmp_path / "saved")
+    encoder.eval().save(tmp_path / "saved")
+    loaded_encoder = DualEncoder.load(tmp_path / "saved")
     for name, part in batch.items():
-        torch.testing.assert_close(again.encode(name, part), made.encode(name, part), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            loaded_encoder.encode(name, part), encoder.encode(name, part), atol=1e-4, rtol=1e-4
+        )
 
 
 # --- precision -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tiles", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_is_what_the_hardware_is_made_for(monkeypatch, tiles: bool, expected: torch.dtype):
+def test_auto_chooses_the_faster_precision(monkeypatch, tiles: bool, expected: torch.dtype):
     monkeypatch.setattr(weights, "_is_cpu_faster_in_bfloat16", lambda: tiles)
     monkeypatch.delenv("SCALINGNOTE_PRECISION")
     assert compute_dtype("auto", CPU) == expected
@@ -162,9 +164,9 @@ def test_auto_is_what_the_hardware_is_made_for(monkeypatch, tiles: bool, expecte
     assert compute_dtype("auto", CPU) == expected
 
 
-def test_the_environment_decides_for_auto_and_for_nothing_else(monkeypatch):
+def test_the_environment_variable_replaces_only_auto(monkeypatch):
     monkeypatch.setattr(weights, "_is_cpu_faster_in_bfloat16", lambda: True)
-    assert compute_dtype("auto", CPU) == torch.float32  # as all tests want it
+    assert compute_dtype("auto", CPU) == torch.float32  # the setting of all tests
     assert compute_dtype("bfloat16", CPU) == torch.bfloat16
     monkeypatch.setenv("SCALINGNOTE_PRECISION", "bfloat16")
     assert (compute_dtype("auto", CPU), compute_dtype("float32", CPU)) == (torch.bfloat16, torch.float32)

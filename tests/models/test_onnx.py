@@ -1,4 +1,4 @@
-"""Graphs give the embeddings of the towers they were traced from, or are refused."""
+"""Graphs give the embeddings of their towers, or are refused."""
 
 import ctypes
 import json
@@ -17,13 +17,13 @@ from scalingnote.models.config import LookupConfig
 from scalingnote.models.onnx import OnnxTower
 
 QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12", "ba ko li", "nu", "ta ve zo ba ko ra"]
-# One of each kind: with positions counted from the pad, with windows in some layers or all, and without.
+# One of each kind: positions that count from the pad, windows in some layers or all, and none of these.
 KINDS = ("bert", "roberta", "modernbert", "llama", "mistral", "qwen2-sliding")
 
 
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A query tower of both kinds of attention, made from scratch."""
+    """Save query towers from scratch with bidirectional and with causal attention."""
     folder = tmp_path_factory.mktemp("towers")
     for name, scratch in (("bert", tiny.BIDIRECTIONAL), ("qwen2", tiny.CAUSAL)):
         families.scratch_tower(scratch, "query").save(folder / name)
@@ -38,52 +38,52 @@ def graph(towers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_graph_gives_the_towers_embeddings(family: str, tmp_path: Path):
-    made = families.tower(families.folder(tmp_path / "base", family), "query")
-    made.save(tmp_path / "query")
-    expected = Encoder(made, precision="float32").encode_queries(QUERIES)
+def test_a_graph_gives_the_embeddings_of_its_tower(family: str, tmp_path: Path):
+    tower = families.tower(families.folder(tmp_path / "base", family), "query")
+    tower.save(tmp_path / "query")
+    expected = Encoder(tower, precision="float32").encode_queries(QUERIES)
     least = onnx_export.export_graph(tmp_path / "query", tmp_path / "graph", queries=QUERIES, form="onnx")
     assert least > 0.99999
-    read = OnnxTower.load(tmp_path / "graph", "onnx", threads=1)
-    np.testing.assert_allclose(read.encode(QUERIES), expected, atol=1e-4)
-    alone = [read.encode([query])[0] for query in QUERIES]
-    np.testing.assert_allclose(alone, expected, atol=1e-4)
+    graph_tower = OnnxTower.load(tmp_path / "graph", "onnx", threads=1)
+    np.testing.assert_allclose(graph_tower.encode(QUERIES), expected, atol=1e-4)
+    single = [graph_tower.encode([query])[0] for query in QUERIES]
+    np.testing.assert_allclose(single, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen2"])
-def test_8_bit_products_stay_within_the_bar(name: str, towers: Path, tmp_path: Path):
+def test_8_bit_products_are_exact_enough(name: str, towers: Path, tmp_path: Path):
     worst = onnx_export.export_graph(towers / name, tmp_path, queries=QUERIES, form="onnx_int8")
     assert onnx.MIN_COSINE <= worst < 1
     assert not (tmp_path / "model.onnx").exists()
     expected = Encoder.load(towers / name, precision="float32").encode_queries(QUERIES)
-    found = OnnxTower.load(tmp_path, "onnx_int8", threads=1).encode(QUERIES)
-    cosines = (found * expected).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(expected, axis=1)
+    actual = OnnxTower.load(tmp_path, "onnx_int8", threads=1).encode(QUERIES)
+    cosines = (actual * expected).sum(1) / np.linalg.norm(actual, axis=1) / np.linalg.norm(expected, axis=1)
     assert cosines.min() == pytest.approx(worst, abs=1e-3)
 
 
-def test_many_queries_are_cut_into_batches_and_keep_their_order(graph: Path, monkeypatch):
-    read = OnnxTower.load(graph, "onnx", threads=1)
-    whole = read.encode(QUERIES * 3)
+def test_many_queries_are_batched_and_keep_their_order(graph: Path, monkeypatch):
+    graph_tower = OnnxTower.load(graph, "onnx", threads=1)
+    expected = graph_tower.encode(QUERIES * 3)
     monkeypatch.setattr(onnx, "_MAX_BATCH_TOKENS", 24)
-    np.testing.assert_allclose(read.encode(QUERIES * 3), whole, atol=1e-5)
+    np.testing.assert_allclose(graph_tower.encode(QUERIES * 3), expected, atol=1e-5)
 
 
 def test_pads_on_the_left_are_refused(graph: Path):
-    read = OnnxTower.load(graph, "onnx", threads=1)
+    graph_tower = OnnxTower.load(graph, "onnx", threads=1)
     for mask in ([[0, 1, 1]], [[1, 0, 1]], [[0, 0, 0]]):
         with pytest.raises(ValueError, match="right"):
-            read.run(np.ones((1, 3), np.int64), np.array(mask))
+            graph_tower.run(np.ones((1, 3), np.int64), np.array(mask))
 
 
 @pytest.mark.parametrize("form", ["onnx", "onnx_int8"])
-def test_a_graph_that_is_not_exact_enough_is_not_left_behind(form, towers: Path, tmp_path: Path, monkeypatch):
+def test_a_graph_that_is_not_exact_enough_is_not_written(form, towers: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(onnx_export, "MIN_COSINE", 1.1)
     with pytest.raises(ConfigError, match="not exported"):
         onnx_export.export_graph(towers / "bert", tmp_path, queries=QUERIES, form=form)
     assert not list(tmp_path.iterdir())
 
 
-def test_forms_lie_side_by_side_and_one_that_fails_spoils_no_other(towers: Path, tmp_path: Path, monkeypatch):
+def test_a_failed_export_leaves_other_forms_unchanged(towers: Path, tmp_path: Path, monkeypatch):
     onnx_export.export_graph(towers / "bert", tmp_path, queries=QUERIES, form="onnx")
     with monkeypatch.context() as strict:
         strict.setattr(onnx_export, "MIN_COSINE", 1.1)
@@ -93,14 +93,14 @@ def test_forms_lie_side_by_side_and_one_that_fails_spoils_no_other(towers: Path,
     onnx_export.export_graph(towers / "bert", tmp_path, queries=QUERIES, form="onnx_int8")
     for form in onnx.ONNX_FILES:
         OnnxTower.load(tmp_path, form, threads=1)
-    beside = {"tower.json", "tokenizer.json", "onnx.json", "golden.json", "golden.npy"}
-    assert {path.name for path in tmp_path.iterdir()} == {*onnx.ONNX_FILES.values(), *beside}
+    other_files = {"tower.json", "tokenizer.json", "onnx.json", "golden.json", "golden.npy"}
+    assert {path.name for path in tmp_path.iterdir()} == {*onnx.ONNX_FILES.values(), *other_files}
     facts = json.loads((tmp_path / "onnx.json").read_text())
     assert set(facts) == {"dim", "max_length", "causal", "pad", "end", "first"}
     assert json.loads((tmp_path / "golden.json").read_text()) == QUERIES
 
 
-def test_other_embeddings_than_the_golden_ones_are_refused_when_read(graph: Path, tmp_path: Path):
+def test_a_graph_with_wrong_golden_embeddings_is_refused(graph: Path, tmp_path: Path):
     for file in graph.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     golden = np.load(tmp_path / "golden.npy")
@@ -110,49 +110,47 @@ def test_other_embeddings_than_the_golden_ones_are_refused_when_read(graph: Path
     (tmp_path / "golden.npy").unlink()
     with pytest.raises(ArtifactError, match=r"golden\.npy is missing"):
         OnnxTower.load(tmp_path, "onnx", threads=1)
-    with pytest.raises(ArtifactError, match="scalingnote export"):  # which writes the form that is not there
+    with pytest.raises(ArtifactError, match="scalingnote export"):  # which writes the missing form
         OnnxTower.load(graph, "onnx_int8", threads=1)
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
-def test_a_missing_package_is_answered_with_its_extra(
-    package: str, towers: Path, tmp_path: Path, monkeypatch
-):
+def test_a_missing_package_error_names_the_extra(package: str, towers: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"{package}: install scalingnote\[onnx\]"):
         onnx_export.export_graph(towers / "bert", tmp_path, queries=QUERIES)
 
 
-def test_what_has_no_graph_is_refused(towers: Path, tmp_path: Path, monkeypatch):
+def test_towers_without_a_graph_are_refused(towers: Path, tmp_path: Path, monkeypatch):
     lookup = dual_encoder.build_query_tower(LookupConfig(), dim=8, tokenizer_json=families.LEARNT, seed=0)
     lookup.save(tmp_path / "lookup")
-    with pytest.raises(ConfigError, match="no graph to export"):
+    with pytest.raises(ConfigError, match="export one that has them"):
         onnx_export.export_graph(tmp_path / "lookup", tmp_path / "graph", queries=QUERIES)
-    with pytest.raises(ConfigError, match="give some"):
+    with pytest.raises(ConfigError, match="pass some"):
         onnx_export.export_graph(towers / "bert", tmp_path / "graph", queries=[])
     monkeypatch.setattr(onnx_export, "MAX_GRAPH_BYTES", 1000)
-    with pytest.raises(ConfigError, match="an ONNX file takes 2"):
+    with pytest.raises(ConfigError, match="an ONNX file at most 2"):
         onnx_export.export_graph(towers / "bert", tmp_path / "graph", queries=QUERIES)
     assert not (tmp_path / "graph").exists()
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells a process its memory there")
-def test_memory_that_was_added_is_asked_to_be_of_huge_pages(monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[int, int, int]] = []
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the test needs /proc/self/maps")
+def test_new_memory_is_backed_by_huge_pages(monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[int, int, int]] = []
 
     class Library:
         @staticmethod
         def madvise(start: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> int:
-            asked.append((start.value or 0, size.value, advice))
-            return -1  # refused: nothing is raised
+            calls.append((start.value or 0, size.value, advice))
+            return -1  # an error, which is ignored
 
     monkeypatch.setattr(onnx.ctypes, "CDLL", lambda name: Library)
     before = onnx._memory_ranges()
-    added = np.ones(1 << 25, np.uint8)  # beyond any threshold of the allocator, so a range of its own
+    array = np.ones(1 << 25, np.uint8)  # above all thresholds of the allocator, so it is a separate range
     onnx._use_huge_pages(before)
     page = onnx._HUGE_PAGE
-    assert {advice for *_, advice in asked} == {14, 25}
-    assert all(start % page == size % page == 0 for start, size, _ in asked)
-    covered = [size for start, size, _ in asked if start <= added.ctypes.data + page < start + size]
-    assert covered
-    assert max(covered) >= added.nbytes - 2 * page
+    assert {advice for *_, advice in calls} == {14, 25}
+    assert all(start % page == size % page == 0 for start, size, _ in calls)
+    sizes = [size for start, size, _ in calls if start <= array.ctypes.data + page < start + size]
+    assert sizes
+    assert max(sizes) >= array.nbytes - 2 * page

@@ -1,4 +1,4 @@
-"""Packed rows give what padded rows give, and each row what it gives alone, on every family."""
+"""Packed rows, padded rows and single rows give the same embeddings in every family."""
 
 from typing import Any
 
@@ -21,19 +21,19 @@ def document(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return families.tower(path, "document")
 
 
-def rows_of(made: Tower) -> list[TokenRow]:
-    return made.prompt.rows(*families.DOCUMENTS)
+def rows_of(tower: Tower) -> list[TokenRow]:
+    return tower.prompt.rows(*families.DOCUMENTS)
 
 
-def gradients(made: Tower, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    made.zero_grad()
-    embeddings = made(batch)
+def gradients(tower: Tower, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    tower.zero_grad()
+    embeddings = tower(batch)
     weights = torch.linspace(-1, 1, embeddings.numel()).view_as(embeddings)
     (embeddings * weights).sum().backward()
-    return embeddings.detach(), {n: p.grad for n, p in made.named_parameters() if p.grad is not None}
+    return embeddings.detach(), {n: p.grad for n, p in tower.named_parameters() if p.grad is not None}
 
 
-def test_packed_rows_give_the_embeddings_and_gradients_of_padded_ones(document: Tower):
+def test_packed_and_padded_rows_give_equal_gradients(document: Tower):
     assert document.packs
     rows = rows_of(document)
     padded, slow = gradients(document, collate(rows, pad=document.pad))
@@ -46,15 +46,15 @@ def test_packed_rows_give_the_embeddings_and_gradients_of_padded_ones(document: 
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_row_gives_what_it_gives_alone_whatever_side_its_tokenizer_pads(document: Tower, packed: bool):
+def test_a_batch_and_a_single_row_give_equal_embeddings(document: Tower, packed: bool):
     assert document.tokenizer.padding_side == "left"
     rows = rows_of(document)
     together = document(collate(rows, pad=document.pad, packed=packed))
     for row, embeddings in zip(rows, together, strict=True):
         ids = torch.tensor([row.ids])
         hidden = document.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-        alone = document.projection(hidden[0, row.positions])
-        torch.testing.assert_close(embeddings, alone, atol=1e-5, rtol=1e-5)
+        single = document.projection(hidden[0, row.positions])
+        torch.testing.assert_close(embeddings, single, atol=1e-5, rtol=1e-5)
 
 
 def test_packed_rows_keep_their_embeddings_in_bfloat16(document: Tower):
@@ -68,7 +68,7 @@ def test_packed_rows_keep_their_embeddings_in_bfloat16(document: Tower):
     assert (packed - exact).norm() / exact.norm() < 2 * noise + 1e-3
 
 
-def test_no_mask_of_the_whole_line_is_ever_built(document: Tower, monkeypatch: pytest.MonkeyPatch):
+def test_no_mask_of_the_complete_line_is_built(document: Tower, monkeypatch: pytest.MonkeyPatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a [total, total] mask")
 
@@ -76,27 +76,27 @@ def test_no_mask_of_the_whole_line_is_ever_built(document: Tower, monkeypatch: p
     document(collate(rows_of(document), pad=document.pad, packed=True))
 
 
-def test_on_a_cpu_rows_of_one_length_are_a_batch_without_pads(document: Tower):
+def test_rows_of_equal_length_are_not_packed_on_a_cpu(document: Tower):
     first, *_ = rows_of(document)
     mirrored = TokenRow(first.ids[::-1], first.positions)
     together = collate([first, mirrored], pad=document.pad, packed=True)
-    read, order = together.for_model(pad=document.pad, packed=True)
-    assert read.packing is None
-    assert read.ids.tolist() == [first.ids, mirrored.ids]
+    model_batch, order = together.for_model(pad=document.pad, packed=True)
+    assert model_batch.packing is None
+    assert model_batch.ids.tolist() == [first.ids, mirrored.ids]
     assert torch.equal(torch.arange(2)[order], torch.arange(2))
-    alone = [document(collate([row], pad=document.pad)) for row in (first, mirrored)]
-    torch.testing.assert_close(document(together), torch.cat(alone), atol=1e-5, rtol=1e-5)
+    single = [document(collate([row], pad=document.pad)) for row in (first, mirrored)]
+    torch.testing.assert_close(document(together), torch.cat(single), atol=1e-5, rtol=1e-5)
 
 
-def test_a_tower_that_cannot_pack_pads_the_rows_itself():
-    made = families.scratch_tower(tiny.CAUSAL, "document", attention="eager")
-    assert not made.packs
-    rows = rows_of(made)
-    packed = made(collate(rows, pad=made.pad, packed=True))
-    torch.testing.assert_close(packed, made(collate(rows, pad=made.pad)), atol=0, rtol=0)
+def test_a_tower_without_packing_pads_the_rows():
+    tower = families.scratch_tower(tiny.CAUSAL, "document", attention="eager")
+    assert not tower.packs
+    rows = rows_of(tower)
+    packed = tower(collate(rows, pad=tower.pad, packed=True))
+    torch.testing.assert_close(packed, tower(collate(rows, pad=tower.pad)), atol=0, rtol=0)
 
 
-def varlen_twin(
+def varlen_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,7 +109,7 @@ def varlen_twin(
     scale: float,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What torch documents of `varlen_attn`: rows by offsets, a window of (back, ahead), -1 for no bound."""
+    """Do what torch documents of `varlen_attn`: rows by offsets, a window (back, ahead), -1 for no bound."""
     assert from_offsets.dtype == to_offsets.dtype == torch.int32
     assert longest_from == longest_to == int(from_offsets.diff().max())
     assert query.is_contiguous()
@@ -127,20 +127,20 @@ def varlen_twin(
 
 
 @pytest.mark.parametrize("knows_groups", [True, False])
-def test_the_kernel_of_gpus_is_given_what_it_documents(
+def test_the_gpu_kernel_receives_its_documented_arguments(
     knows_groups: bool, document: Tower, monkeypatch: pytest.MonkeyPatch
 ):
-    def without_groups(*given: Any, window_size: tuple[int, int], scale: float) -> Tensor:  # torch 2.11
-        return varlen_twin(*given, window_size=window_size, scale=scale)
+    def without_groups(*arguments: Any, window_size: tuple[int, int], scale: float) -> Tensor:  # torch 2.11
+        return varlen_reference(*arguments, window_size=window_size, scale=scale)
 
     rows = collate(rows_of(document), pad=document.pad, packed=True)
     expected = document(rows)
     monkeypatch.setattr(batch, "_half_precision", lambda query: torch.float32)
     monkeypatch.setattr(batch, "VARLEN_KNOWS_GROUPS", knows_groups)
-    monkeypatch.setattr(batch, "varlen_attn", varlen_twin if knows_groups else without_groups)
+    monkeypatch.setattr(batch, "varlen_attn", varlen_reference if knows_groups else without_groups)
     torch.testing.assert_close(document(rows), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_flash_attention_that_is_not_installed_says_so(document: Tower):
+def test_flash_attention_that_is_not_installed_is_refused(document: Tower):
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU and the package flash-attn"):
         batch.choose_attention(document.backbone, "flash_attention_2")

@@ -12,9 +12,11 @@ DECODER = SpecialTokens(pad=0, end=5, first=None)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    made = Tokenizer.from_str(backbone.train_tokenizer(["join a sequence of tensors"] * 9, vocabulary=300))
-    made.add_special_tokens(list(PLACEHOLDERS))
-    return made
+    tokenizer = Tokenizer.from_str(
+        backbone.train_tokenizer(["join a sequence of tensors"] * 9, vocabulary=300)
+    )
+    tokenizer.add_special_tokens(list(PLACEHOLDERS))
+    return tokenizer
 
 
 def prompt(tokenizer: Tokenizer, *, causal: bool, max_length: int = 400, **more: object) -> DocumentPrompt:
@@ -24,8 +26,8 @@ def prompt(tokenizer: Tokenizer, *, causal: bool, max_length: int = 400, **more:
     )
 
 
-def one(made: DocumentPrompt, *fields: str) -> TokenRow:
-    (row,) = made.rows(*([field] for field in fields))
+def one(prompt: DocumentPrompt, *fields: str) -> TokenRow:
+    (row,) = prompt.rows(*([field] for field in fields))
     assert isinstance(row, TokenRow)
     return row
 
@@ -36,7 +38,7 @@ def test_a_bidirectional_tower_pools_at_the_placeholders(tokenizer: Tokenizer):
     assert (row.ids[0], row.ids[-1]) == (ENCODER.first, ENCODER.end)
 
 
-def test_a_causal_tower_pools_just_before_them_and_is_not_fed_the_last(tokenizer: Tokenizer):
+def test_a_causal_tower_pools_before_the_placeholders(tokenizer: Tokenizer):
     row = one(prompt(tokenizer, causal=True), "title", "topic", "content")
     following = [tokenizer.id_to_token(row.ids[p + 1]) for p in row.positions[:2]]
     assert following == ["[TITLE_QUERY]", "[CONTENT_QUERY]"]
@@ -54,11 +56,11 @@ def test_the_prompt_reads_as_the_paper_prints_it(tokenizer: Tokenizer):
     )
 
 
-def test_content_is_cut_first_then_topic_never_the_title(tokenizer: Tokenizer):
+def test_content_is_cut_before_topic_and_the_title_never(tokenizer: Tokenizer):
     title, topic, content = "title words", "topic words", "x y z " * 50
-    whole = one(prompt(tokenizer, causal=True), title, topic, "")
+    uncut = one(prompt(tokenizer, causal=True), title, topic, "")
     text = {}
-    for room in (len(whole.ids) + 10, len(whole.ids) - 3):
+    for room in (len(uncut.ids) + 10, len(uncut.ids) - 3):
         row = one(prompt(tokenizer, causal=True, max_length=room), title, topic, content)
         assert len(row.ids) <= room
         text[room] = tokenizer.decode(row.ids)
@@ -70,9 +72,9 @@ def test_content_is_cut_first_then_topic_never_the_title(tokenizer: Tokenizer):
     assert "x y" not in shorter
 
 
-def test_a_title_beyond_the_models_positions_is_an_error_in_its_place(tokenizer: Tokenizer):
-    made = prompt(tokenizer, causal=True, max_positions=300)
-    good, bad = made.rows(["short", "word " * 400], ["", ""], ["", ""])
+def test_a_title_longer_than_the_model_allows_is_a_data_error(tokenizer: Tokenizer):
+    limited = prompt(tokenizer, causal=True, max_positions=300)
+    good, bad = limited.rows(["short", "word " * 400], ["", ""], ["", ""])
     assert isinstance(good, TokenRow)
     assert isinstance(bad, DataError)
     assert "shorten the title" in str(bad)
@@ -94,14 +96,14 @@ def test_queries_keep_their_end_token(tokenizer: Tokenizer):
     assert (row.ids[0], row.ids[-1], row.positions, len(row.ids)) == (ENCODER.first, ENCODER.end, [0], 6)
 
 
-def test_a_decoder_that_knows_texts_by_a_first_token_gets_it(tokenizer: Tokenizer):
-    both = SpecialTokens(pad=0, end=5, first=2)
-    query = QueryPrompt(tokenizer, both, max_length=6, causal=True)
+def test_a_decoder_may_have_a_first_token(tokenizer: Tokenizer):
+    special = SpecialTokens(pad=0, end=5, first=2)
+    query = QueryPrompt(tokenizer, special, max_length=6, causal=True)
     (row,) = query.rows(["join a sequence of tensors, all of them"])
     assert (row.ids[0], row.ids[-1], row.positions, len(row.ids)) == (2, 5, [5], 6)
     template = "{title} [TITLE_QUERY] {content} [EMB]"
-    document = DocumentPrompt(tokenizer, both, template=template, max_length=40, causal=True)
-    found = one(document, "title", "", "content")
-    assert found.ids[0] == 2
-    assert tokenizer.id_to_token(found.ids[found.positions[0] + 1]) == "[TITLE_QUERY]"
-    assert found.positions[1] == len(found.ids) - 1
+    document = DocumentPrompt(tokenizer, special, template=template, max_length=40, causal=True)
+    document_row = one(document, "title", "", "content")
+    assert document_row.ids[0] == 2
+    assert tokenizer.id_to_token(document_row.ids[document_row.positions[0] + 1]) == "[TITLE_QUERY]"
+    assert document_row.positions[1] == len(document_row.ids) - 1

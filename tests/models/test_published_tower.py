@@ -1,4 +1,4 @@
-"""Published models are encoded as sentence-transformers encodes them; saved towers are such models again."""
+"""Published models encode like in sentence-transformers, also after they are saved as towers."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {"dense": DENSE},
     "mean without its prompt": {"prompts": PROMPTS, "include_prompt": False},
     "last token": {"family": "qwen2", "pooling": "lasttoken", "prompts": PROMPTS},
-    "last token of its own": {"family": "qwen3", "pooling": "lasttoken", "end": "[MASK]"},
+    "last token, added": {"family": "qwen3", "pooling": "lasttoken", "end": "[MASK]"},
     "a decoder that reads both ways": {"family": "qwen2", "is_causal": False},
     "such a decoder with a window": {"family": "mistral", "is_causal": False},
     "lower case": {"lower_case": True, "max_length": None},
@@ -66,9 +66,9 @@ def build(path: Path, role: published_model.Role, **more: Any) -> Tower:
     )
 
 
-def ours(made: Any) -> ndarray:
-    encoder = Encoder(made, precision="float32", token_budget=64)
-    if made.role == "query":
+def ours(tower: Any) -> ndarray:
+    encoder = Encoder(tower, precision="float32", token_budget=64)
+    if tower.role == "query":
         return encoder.encode_queries(QUERIES)
     columns = {"title": TITLES, "topic": ["not read"] * len(TITLES), "content": CONTENTS}
     return encoder.encode_documents(pa.table(columns))["summary"]
@@ -81,7 +81,9 @@ def theirs(path: Path, role: published_model.Role) -> ndarray:
 
 @pytest.mark.parametrize("role", ["query", "document"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_are_those_of_sentence_transformers(kind: str, role: published_model.Role, tmp_path: Path):
+def test_embeddings_equal_those_of_sentence_transformers(
+    kind: str, role: published_model.Role, tmp_path: Path
+):
     path = folder(tmp_path, **KINDS[kind])
     expected = theirs(path, role)
     tower = load_tower(path, role)
@@ -91,7 +93,7 @@ def test_embeddings_are_those_of_sentence_transformers(kind: str, role: publishe
     tower.save(tmp_path / "saved")
     np.testing.assert_allclose(ours(load_tower(tmp_path / "saved")), expected, atol=CLOSE)
     np.testing.assert_allclose(theirs(tmp_path / "saved", role), expected, atol=CLOSE)
-    if role == "document":  # the prompt is restored without its model
+    if role == "document":  # the prompt is restored without the model
         facts = json.loads((tmp_path / "saved/tower.json").read_text())
         restored = DocumentPrompt.restore(facts, (tmp_path / "saved/tokenizer.json").read_text())
         fields = (TITLES, ["topic"] * len(TITLES), CONTENTS)
@@ -108,7 +110,7 @@ def test_a_tokenizer_that_pads_on_the_left_changes_nothing(tmp_path: Path, pooli
 
 
 @pytest.mark.parametrize("family", ["roberta", "mpnet"])
-def test_a_text_is_cut_at_the_positions_behind_the_pad_token(tmp_path: Path, family: str):
+def test_a_text_is_cut_at_the_positions_after_the_pad(tmp_path: Path, family: str):
     path = folder(tmp_path, family, max_length=None)
     edited(path / "config.json", max_position_embeddings=34)
     weights = load_file(path / "model.safetensors")
@@ -116,10 +118,10 @@ def test_a_text_is_cut_at_the_positions_behind_the_pad_token(tmp_path: Path, fam
     save_file(weights | {name: weights[name][:34].clone()}, path / "model.safetensors", {"format": "pt"})
     tower = build(path, "query")
     assert tower.config.max_length == 32
-    found = Encoder(tower, precision="float32").encode_queries(["word " * 80])
+    actual = Encoder(tower, precision="float32").encode_queries(["word " * 80])
     library = SentenceTransformer(str(path), device="cpu")
     library.max_seq_length = 32
-    np.testing.assert_allclose(found, library.encode_query(["word " * 80]), atol=CLOSE)
+    np.testing.assert_allclose(actual, library.encode_query(["word " * 80]), atol=CLOSE)
 
 
 def test_a_router_has_modules_for_each_role(tmp_path: Path):
@@ -136,7 +138,7 @@ def test_a_router_has_modules_for_each_role(tmp_path: Path):
         np.testing.assert_allclose(ours(build(path, role)), theirs(path, role), atol=CLOSE)
 
 
-def test_a_module_that_is_not_known_is_run_by_its_library(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_unsupported_module_is_run_by_its_library(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model = SentenceTransformer(str(folder(tmp_path, prompts=PROMPTS)), device="cpu")
     model.insert(2, LayerNorm(32))
     model.save(str(tmp_path / "odd"), create_model_card=False)
@@ -151,11 +153,11 @@ def test_a_module_that_is_not_known_is_run_by_its_library(tmp_path: Path, caplog
 
 
 def build_named(path: Path, pooling: str, **more: Any) -> Any:
-    made = TowerConfig(backbone=Pretrained(path=str(path)), pooling=pooling, max_length=24, **more)  # type: ignore[arg-type]
-    return published_tower.build(made, role="query", dim=None)
+    settings = TowerConfig(backbone=Pretrained(path=str(path)), pooling=pooling, max_length=24, **more)  # type: ignore[arg-type]
+    return published_tower.build(settings, role="query", dim=None)
 
 
-def test_a_config_goes_before_the_files(tmp_path: Path):
+def test_a_config_overrides_the_files(tmp_path: Path):
     path = folder(tmp_path, dense=DENSE, prompts=PROMPTS)
     tower = build_named(path, "cls", projection="none", normalise=False, prefix="ask: ")
     assert tower.dim == 32
@@ -165,20 +167,20 @@ def test_a_config_goes_before_the_files(tmp_path: Path):
     assert (
         published_model.read(folder(tmp_path / "max", pooling="max"), "query", pooling="cls").unknown is None
     )
-    drawn = published_tower.build(config(path, projection="random"), role="query", dim=12)
-    assert ours(drawn).shape == (len(QUERIES), 12)
+    projected = published_tower.build(config(path, projection="random"), role="query", dim=12)
+    assert ours(projected).shape == (len(QUERIES), 12)
 
 
-def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(tmp_path: Path):
+def test_a_long_text_is_cut_like_its_complete_encoding(tmp_path: Path):
     prompt: Any = build(folder(tmp_path, max_length=12), "query").prompt
-    whole = prompt.tokenizer
+    tokenizer = prompt.tokenizer
     texts = ["word " * 400, "a" + " " * 400 + "b c d e f g h i j k l m", "x" * 900, "ab cd " * 3 + "y" * 900]
     for text, row in zip(texts, prompt.rows(texts), strict=True):
-        assert row.ids == whole.encode(text).ids
+        assert row.ids == tokenizer.encode(text).ids
     assert prompt.rows(texts[:1]) == prompt.rows(texts)[:1]
 
 
-def test_a_row_of_tokens_has_the_special_ones_around_it(tmp_path: Path):
+def test_a_row_of_tokens_has_special_tokens_around_it(tmp_path: Path):
     prompt: Any = build(folder(tmp_path, prompts={"query": "find:"}), "query").prompt
     assert (
         prompt.row(prompt.tokenizer.encode(" word", add_special_tokens=False).ids)
@@ -186,20 +188,20 @@ def test_a_row_of_tokens_has_the_special_ones_around_it(tmp_path: Path):
     )
 
 
-def test_adapters_learn_and_what_is_published_stays(tmp_path: Path):
+def test_adapters_train_and_published_weights_do_not(tmp_path: Path):
     path = folder(tmp_path, dense=DENSE[:1])
-    made = build(path, "query", lora=Lora(rank=2))
-    names = [name for name, parameter in made.named_parameters() if parameter.requires_grad]
+    tower = build(path, "query", lora=Lora(rank=2))
+    names = [name for name, parameter in tower.named_parameters() if parameter.requires_grad]
     assert names
     assert all("lora_" in name for name in names)
-    for name, parameter in made.named_parameters():
+    for name, parameter in tower.named_parameters():
         if "lora_B" in name:
             parameter.data += 0.3
-    learnt = ours(made)
-    assert np.abs(learnt - theirs(path, "query")).max() > 0.01
+    expected = ours(tower)
+    assert np.abs(expected - theirs(path, "query")).max() > 0.01
     for name, merge in (("merged", True), ("kept", False)):
-        made.save(tmp_path / name, merge_adapters=merge)
-        np.testing.assert_allclose(ours(load_tower(tmp_path / name)), learnt, atol=CLOSE)
+        tower.save(tmp_path / name, merge_adapters=merge)
+        np.testing.assert_allclose(ours(load_tower(tmp_path / name)), expected, atol=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_adapters_learn_and_what_is_published_stays(tmp_path: Path):
         (lambda path: (path / "modules.json").write_text('[{"type": "x.Y", "path": "../up"}]'), "outside"),
         (
             lambda path: edited(settings_of(path), default_prompt_name="none"),
-            "none of its prompts",
+            "not one of its prompts",
         ),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "no safetensors"),
         (lambda path: shutil.rmtree(path / "2_Dense"), "dense layer without"),
@@ -231,27 +233,27 @@ def test_adapters_learn_and_what_is_published_stays(tmp_path: Path):
         (lambda path: (path / "tokenizer.json").write_text("{"), "cannot load"),
     ],
 )
-def test_what_cannot_be_honoured_is_an_error(spoil: Any, complaint: str, tmp_path: Path):
+def test_invalid_and_unsupported_files_are_refused(spoil: Any, complaint: str, tmp_path: Path):
     path = folder(tmp_path, dense=DENSE[:1], prompts=PROMPTS)
     spoil(path)
     with pytest.raises(ConfigError, match=complaint):
         build(path, "query")
 
 
-def test_errors_name_the_knob(tmp_path: Path):
+def test_errors_name_the_setting(tmp_path: Path):
     path = folder(tmp_path)
     with pytest.raises(ConfigError, match="neither a folder nor a model"):
         published_model.read(tmp_path / "nowhere", "query")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="does not say how states are pooled: set pooling to one of cls"):
+    with pytest.raises(ConfigError, match="does not state how states are pooled: set pooling to one of cls"):
         published_model.read(tmp_path / "empty", "query")
     with pytest.raises(ConfigError, match=r"set document\.pooling to placeholders"):
         build_tower(config(path), role="document", dim=32, tokenizer_json=None, seed=0, sparse=True)
-    with pytest.raises(ConfigError, match=r"32 dimensions, but 128 are wanted: set train\.dim to 32"):
+    with pytest.raises(ConfigError, match=r"32 dimensions, but 128 are configured: set train\.dim to 32"):
         published_tower.build(config(path), role="query", dim=128)
     with pytest.raises(ConfigError, match="lower it"):
         published_tower.build(config(path).model_copy(update={"max_length": 100}), role="query", dim=None)
-    with pytest.raises(ConfigError, match="alone takes"):
+    with pytest.raises(ConfigError, match="itself takes"):
         published_tower.build(config(path, prefix="word " * 40), role="query", dim=None)
     with pytest.raises(ConfigError, match=r"set query\.backbone\.kind to pretrained"):
         published_tower.model_of(TowerConfig(backbone=Scratch(), pooling="auto"), "query")
@@ -270,7 +272,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("family", "flags", "expected"), PLAIN.values(), ids=PLAIN)
-def test_a_plain_transformer_is_pooled_as_its_kind_is(
+def test_a_plain_transformer_has_the_usual_pooling(
     tmp_path: Path, family: str, flags: dict[str, Any], expected: str
 ):
     path = families.folder(tmp_path / "plain", family)
@@ -280,27 +282,25 @@ def test_a_plain_transformer_is_pooled_as_its_kind_is(
     np.testing.assert_array_equal(ours(build_named(path, "auto")), ours(build_named(path, expected)))
 
 
-def test_placeholders_in_an_embedding_model_are_a_choice_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    said: list[str] = []
-    monkeypatch.setattr(dual_encoder.log, "warning", lambda text, *values: said.append(text % values))
-    for path, knobs, expected in (
+def test_placeholders_in_an_embedding_model_log_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(dual_encoder.log, "warning", lambda text, *values: warnings.append(text % values))
+    for path, settings, expected in (
         (folder(tmp_path / "said"), {}, 1),
         (folder(tmp_path / "meant"), {"pooling": "placeholders"}, 0),
         (families.folder(tmp_path / "plain", "bert"), {}, 0),
     ):
-        made = TowerConfig(backbone=Pretrained(path=str(path)), max_length=24, **knobs)
-        build_tower(made, role="query", dim=16, tokenizer_json=None, seed=0)
-        assert len(said) == expected
-        said.clear()
+        tower_config = TowerConfig(backbone=Pretrained(path=str(path)), max_length=24, **settings)
+        build_tower(tower_config, role="query", dim=16, tokenizer_json=None, seed=0)
+        assert len(warnings) == expected
+        warnings.clear()
 
 
 @pytest.mark.parametrize("kind", ["mean", "mean without its prompt", "last token"])
 def test_another_prefix_shares_the_weights(tmp_path: Path, kind: str):
     path = folder(tmp_path, **KINDS[kind])
-    made = load_tower(path, "query")
-    encoder = Encoder(made, precision="float32", token_budget=64)
+    tower = load_tower(path, "query")
+    encoder = Encoder(tower, precision="float32", token_budget=64)
     before = encoder.encode_queries(QUERIES)
     other = encoder.with_prefix("Instruct: find. ")
     library = SentenceTransformer(str(path), device="cpu")
@@ -308,20 +308,20 @@ def test_another_prefix_shares_the_weights(tmp_path: Path, kind: str):
     np.testing.assert_allclose(other.encode_queries(QUERIES), expected, atol=CLOSE)
     np.testing.assert_array_equal(encoder.encode_queries(QUERIES), before)
     assert other.tower.backbone is encoder.tower.backbone
-    with pytest.raises(ConfigError, match="alone takes"):
+    with pytest.raises(ConfigError, match="itself takes"):
         encoder.with_prefix("word " * 40)
 
 
 def end_token_flagged(path: Path, **flags: Any) -> Path:
-    """A decoder whose tokenizer.json adds a first token alone, and whose tokenizer_config.json has flags."""
-    made = folder(path, "mistral", pooling="lasttoken", prompts=PROMPTS)
+    """Make a decoder whose tokenizer.json adds only a first token and whose tokenizer_config has flags."""
+    model_folder = folder(path, "mistral", pooling="lasttoken", prompts=PROMPTS)
     adds = {"first": "[CLS] $A", "both": "[CLS] $A [EOS]", "none": "$A"}[flags.pop("json", "first")]
-    raw = Tokenizer.from_file(str(made / "tokenizer.json"))
-    named = [(token, raw.token_to_id(token)) for token in ("[CLS]", "[EOS]")]
-    raw.post_processor = TemplateProcessing(single=adds, special_tokens=named)
-    raw.save(str(made / "tokenizer.json"))
-    edited(made / "tokenizer_config.json", bos_token="[CLS]", eos_token="[EOS]", **flags)
-    return made
+    raw = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    special_tokens = [(token, raw.token_to_id(token)) for token in ("[CLS]", "[EOS]")]
+    raw.post_processor = TemplateProcessing(single=adds, special_tokens=special_tokens)
+    raw.save(str(model_folder / "tokenizer.json"))
+    edited(model_folder / "tokenizer_config.json", bos_token="[CLS]", eos_token="[EOS]", **flags)
+    return model_folder
 
 
 @pytest.mark.parametrize(
@@ -331,54 +331,58 @@ def end_token_flagged(path: Path, **flags: Any) -> Path:
         ({"add_bos_token": True, "add_eos_token": True, "json": "none"}, "both"),
         ({"add_bos_token": True, "json": "none"}, "first"),
         ({"add_eos_token": False}, "first"),
-        ({"add_eos_token": False, "json": "both"}, "both"),  # no tokenizer of this class ever read the flag
+        ({"add_eos_token": False, "json": "both"}, "both"),  # tokenizers of this class never read the flag
         ({"add_eos_token": True, "json": "both"}, "both"),
         ({}, "first"),
     ],
 )
-def test_the_end_token_is_there_if_the_tokenizer_s_flag_says_so(
-    tmp_path: Path, flags: dict[str, Any], expected: str
-):
+def test_the_tokenizer_flags_decide_on_special_tokens(tmp_path: Path, flags: dict[str, Any], expected: str):
     path, right = (end_token_flagged(tmp_path / n, **f) for n, f in (("a", flags), ("b", {"json": expected})))
     tower = build(path, "query")
     np.testing.assert_allclose(ours(tower), theirs(right, "query"), atol=CLOSE)
     long = tower.prompt.rows(["word " * 80])[0].ids
-    added = Tokenizer.from_file(str(right / "tokenizer.json")).encode("").ids
+    special_ids = Tokenizer.from_file(str(right / "tokenizer.json")).encode("").ids
     assert len(long) == 24
-    assert [long[0], long[-1]][-len(added) :] == added if expected == "both" else long[0] == added[0]
+    assert (
+        [long[0], long[-1]][-len(special_ids) :] == special_ids
+        if expected == "both"
+        else long[0] == special_ids[0]
+    )
     tower.save(tmp_path / "saved")
     np.testing.assert_allclose(ours(load_tower(tmp_path / "saved")), theirs(right, "query"), atol=CLOSE)
     np.testing.assert_allclose(theirs(tmp_path / "saved", "query"), theirs(right, "query"), atol=CLOSE)
-    served = towers.tokenizer_of(path, "query")
-    assert served.encode("word").ids == Tokenizer.from_file(str(right / "tokenizer.json")).encode("word").ids
+    tokenizer = towers.tokenizer_of(path, "query")
+    assert (
+        tokenizer.encode("word").ids == Tokenizer.from_file(str(right / "tokenizer.json")).encode("word").ids
+    )
     library = LibraryTower(published_model.read(path, "query"), role="query", max_length=24)
     library.save(tmp_path / "library")
-    for one in (library, load_tower(tmp_path / "library")):
-        np.testing.assert_allclose(ours(one), theirs(right, "query"), atol=CLOSE)
-    # Backbones that are trained begin with the first token that the tokenizer adds, and end with its own.
+    for each in (library, load_tower(tmp_path / "library")):
+        np.testing.assert_allclose(ours(each), theirs(right, "query"), atol=CLOSE)
+    # A backbone for training begins texts with the first token that its tokenizer adds.
     first = Tokenizer.from_file(str(right / "tokenizer.json")).token_to_id("[CLS]")
     assert backbone.load(path).special.first == first
 
 
-def test_a_flag_that_is_false_takes_a_token_away_where_its_class_did():
+def test_a_false_flag_removes_a_token_of_some_classes():
     raw = families.tokenizer().backend_tokenizer
     first, end = (raw.token_to_id(token) for token in ("[CLS]", "[EOS]"))
-    for named, expected in (("LlamaTokenizerFast", [end]), ("TokenizersBackend", [first, end])):
+    for class_name, expected in (("LlamaTokenizerFast", [end]), ("TokenizersBackend", [first, end])):
         raw.post_processor = template_of(raw, [first], [end])
-        settings = {"tokenizer_class": named, "add_bos_token": False, "add_eos_token": True}
-        said = add_flagged_tokens(raw, settings, first="[CLS]", end="[EOS]")
+        settings = {"tokenizer_class": class_name, "add_bos_token": False, "add_eos_token": True}
+        changes = add_flagged_tokens(raw, settings, first="[CLS]", end="[EOS]")
         assert raw.encode("").ids == expected
         assert raw.encode("", "").ids == expected * 2
-        assert said == ("[CLS] is added to no text" if expected == [end] else "")
+        assert changes == ("[CLS] is added to no text" if expected == [end] else "")
 
 
 PROMPT_SETS: dict[str, dict[str, Any]] = {
     "a document prompt that is empty, and a passage prompt": {
         "prompts": {"query": "q: ", "document": "", "passage": "p: "}
     },
-    "a passage prompt alone": {"prompts": {"query": "q: ", "passage": "p: "}},
+    "only a passage prompt": {"prompts": {"query": "q: ", "passage": "p: "}},
     "a corpus prompt, and a document prompt that is null": {"prompts": {"document": None, "corpus": "c: "}},
-    "a query prompt alone": {"prompts": {"query": "q: "}},
+    "only a query prompt": {"prompts": {"query": "q: "}},
     "a default prompt": {"prompts": {"query": "q: ", "other": "o: "}, "default_prompt_name": "other"},
     "prompts that end in spaces and lines": {"prompts": {"query": "find  ", "document": "text:\n "}},
     "none": {"prompts": {}},
@@ -387,7 +391,7 @@ PROMPT_SETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", ["bert", "qwen2"])
 @pytest.mark.parametrize("named", PROMPT_SETS)
-def test_prompts_and_spaces_are_read_as_by_sentence_transformers(tmp_path: Path, named: str, family: str):
+def test_prompts_and_spaces_match_sentence_transformers(tmp_path: Path, named: str, family: str):
     path = folder(tmp_path, family, pooling="mean", prompts=PROMPTS)
     edited(settings_of(path), **PROMPT_SETS[named])
     texts = ["tensors", "  tensors", "tensors \n", "\ttwo  words ", " "]
@@ -397,28 +401,28 @@ def test_prompts_and_spaces_are_read_as_by_sentence_transformers(tmp_path: Path,
     nothing = [""] * len(texts)
     for titles, contents in ((nothing, texts), (texts, nothing)):
         table = pa.table({"title": titles, "topic": nothing, "content": contents})
-        found = documents.encode_documents(table)["summary"]
-        np.testing.assert_allclose(found, library.encode_document(texts), atol=CLOSE)
+        actual = documents.encode_documents(table)["summary"]
+        np.testing.assert_allclose(actual, library.encode_document(texts), atol=CLOSE)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])
 def test_training_starts_from_the_published_model(tmp_path: Path, lora: Lora | None):
     path = folder(tmp_path, prompts=PROMPTS, dense=DENSE[:1])
-    made = dual_encoder.build(
+    encoder = dual_encoder.build(
         config(path, lora=lora), config(path, lora=lora), dim=16, tokenizers={}, seed=0, share_base=True
     ).eval()
     for role in ("query", "document"):
-        side: Any = getattr(made, role)
+        side: Any = getattr(encoder, role)
         np.testing.assert_allclose(ours(side), theirs(path, role), atol=CLOSE)
         prompt: Any = tokens.build_prompt(config(path), role=role, tokenizer_json=None)
         texts = (TITLES, ["topic"] * len(TITLES), CONTENTS) if role == "document" else (QUERIES,)
         rows = prompt.rows(*texts)
         assert rows == side.prompt.rows(*texts)
-        learns = [p for p in side.parameters() if p.is_floating_point() and p.requires_grad] or [
+        trainable = [p for p in side.parameters() if p.is_floating_point() and p.requires_grad] or [
             p.requires_grad_(True) for p in side.backbone.parameters()
-        ]  # Encoder froze all
+        ]  # Encoder froze all weights
         side(collate(rows, pad=side.pad, packed=True))[:, 0, 0].sum().backward()
-        assert any(parameter.grad is not None for parameter in learns)
-    made.save(tmp_path / "towers")
+        assert any(parameter.grad is not None for parameter in trainable)
+    encoder.save(tmp_path / "towers")
     loaded = DualEncoder.load(tmp_path / "towers")
     np.testing.assert_allclose(ours(loaded.document), theirs(path, "document"), atol=CLOSE)

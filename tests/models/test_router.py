@@ -1,4 +1,4 @@
-"""One folder of a student and its teacher: sentence-transformers and we encode alike by it."""
+"""A folder with a student and its teacher gives the same embeddings in sentence-transformers and here."""
 
 import json
 import re
@@ -43,26 +43,28 @@ TABLES: dict[str, dict[str, Any]] = {
     "attention and weights": {"attention": True, "weighting": "learned"},
     "pairs and ends": {"weighting": "learned", "bigrams": 9, "ends": True},
 }
-LONG = "word tensors axis " * 40  # more tokens than any tower here reads
-ASKED = [*QUERIES, LONG, "joins tensors along a new axis"]
+LONG = "word tensors axis " * 40  # more tokens than the towers here read
+ALL_QUERIES = [*QUERIES, LONG, "joins tensors along a new axis"]
 
 
 def table(path: Path, *, storage: str = "float32", max_length: int = 9, **knobs: Any) -> Path:
-    """A table whose options all do something, saved."""
+    """Save a table with random weights, in which every option has an effect."""
     config = LookupConfig(max_length=max_length, storage=storage, **knobs)
-    learnt = families.tokenizer().backend_tokenizer
-    ids = [learnt.encode(query, add_special_tokens=False).ids for query in [*ASKED, *ASKED]]
-    keys = frequent_features(ids, tokens=learnt.get_vocab_size(), bigrams=config.bigrams, ends=config.ends)
-    made = lookup.build(config, dim=HIDDEN, tokenizer_json=learnt.to_str(), seed=0, start=LookupStart(keys))
+    tokenizer = families.tokenizer().backend_tokenizer
+    ids = [tokenizer.encode(query, add_special_tokens=False).ids for query in [*ALL_QUERIES, *ALL_QUERIES]]
+    keys = frequent_features(ids, tokens=tokenizer.get_vocab_size(), bigrams=config.bigrams, ends=config.ends)
+    tower = lookup.build(
+        config, dim=HIDDEN, tokenizer_json=tokenizer.to_str(), seed=0, start=LookupStart(keys)
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for value in made.parameters():
+        for value in tower.parameters():
             value.normal_(0.1, 0.3, generator=generator)
-    made.save(path)
+    tower.save(path)
     return path
 
 
-def adopted(path: Path, role: published_model.Role, to: Path) -> Path:
+def adopt(path: Path, role: published_model.Role, to: Path) -> Path:
     dual_encoder.load_tower(path, role).save(to)
     return to
 
@@ -71,9 +73,9 @@ def unit(vectors: ndarray) -> ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def documents(made: Any) -> ndarray:
+def documents(tower: Any) -> ndarray:
     columns = {"title": TITLES, "topic": [""] * len(TITLES), "content": CONTENTS}
-    encoder = Encoder(made, precision="float32")
+    encoder = Encoder(tower, precision="float32")
     return encoder.encode_documents(pa.table(columns))["summary"]
 
 
@@ -88,33 +90,33 @@ def load(path: Path) -> SentenceTransformer:
 def check(path: Path, query: Path, document: Path) -> SentenceTransformer:
     """Compare both routes with our encoders of the towers, and with our encoders of the folder itself."""
     model = load(path)
-    asked = model.encode_query(ASKED)
-    np.testing.assert_allclose(np.linalg.norm(asked, axis=1), 1, atol=CLOSE)
+    queries = model.encode_query(ALL_QUERIES)
+    np.testing.assert_allclose(np.linalg.norm(queries, axis=1), 1, atol=CLOSE)
     for source in (query, path):
         encoder = QueryEncoder(source, precision="float32")
-        np.testing.assert_allclose(asked, unit(encoder.encode_queries(ASKED)), atol=CLOSE)
-    answered = model.encode_document(TEXTS)
-    for made in (load_tower(document), dual_encoder.load_tower(path, "document")):
-        np.testing.assert_allclose(answered, unit(documents(made)), atol=CLOSE)
-    np.testing.assert_array_equal(model.encode(TEXTS), answered)
+        np.testing.assert_allclose(queries, unit(encoder.encode_queries(ALL_QUERIES)), atol=CLOSE)
+    expected = model.encode_document(TEXTS)
+    for tower in (load_tower(document), dual_encoder.load_tower(path, "document")):
+        np.testing.assert_allclose(expected, unit(documents(tower)), atol=CLOSE)
+    np.testing.assert_array_equal(model.encode(TEXTS), expected)
     assert model.similarity_fn_name == "cosine"
     return model
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher with prompts, a dense layer and normalisation."""
+    """Make a teacher with prompts, a dense layer and normalisation."""
     return folder(tmp_path_factory.mktemp("teacher"), prompts=PROMPTS, dense=[(HIDDEN, True, nn.Tanh())])
 
 
 @pytest.fixture(scope="module")
 def teacher(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return adopted(published, "document", tmp_path_factory.mktemp("document"))
+    return adopt(published, "document", tmp_path_factory.mktemp("document"))
 
 
 @pytest.mark.parametrize("storage", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("kind", ["plain", "weighted"])
-def test_a_table_is_static_embeddings_exactly(kind: str, storage: str, teacher: Path, tmp_path: Path):
+def test_a_static_table_equals_static_embedding(kind: str, storage: str, teacher: Path, tmp_path: Path):
     query = table(tmp_path / "query", storage=storage, **TABLES[kind])
     write_router(query, teacher, tmp_path / "router")
     assert not needs_our_code(tmp_path / "router")
@@ -124,7 +126,7 @@ def test_a_table_is_static_embeddings_exactly(kind: str, storage: str, teacher: 
 
 @pytest.mark.parametrize("storage", ["float16", "int8"])
 @pytest.mark.parametrize("kind", ["attention", "attention and weights", "pairs and ends"])
-def test_other_tables_are_a_module_of_ours(kind: str, storage: str, teacher: Path, tmp_path: Path):
+def test_other_tables_are_published_as_our_module(kind: str, storage: str, teacher: Path, tmp_path: Path):
     query = table(tmp_path / "query", storage=storage, **TABLES[kind])
     write_router(query, teacher, tmp_path / "router")
     assert needs_our_code(tmp_path / "router")
@@ -136,9 +138,9 @@ def test_other_tables_are_a_module_of_ours(kind: str, storage: str, teacher: Pat
 
 
 @pytest.mark.parametrize("kind", ["plain", "attention", "layers"])
-def test_documents_may_be_encoded_by_reference(kind: str, published: Path, teacher: Path, tmp_path: Path):
+def test_documents_can_be_encoded_by_reference(kind: str, published: Path, teacher: Path, tmp_path: Path):
     if kind == "layers":
-        query = adopted(published, "query", tmp_path / "query")
+        query = adopt(published, "query", tmp_path / "query")
     else:
         query = table(tmp_path / "query", **TABLES[kind])
     write_router(query, teacher, tmp_path / "router", document_reference=str(published))
@@ -149,7 +151,7 @@ def test_documents_may_be_encoded_by_reference(kind: str, published: Path, teach
     assert model.get_embedding_dimension() == HIDDEN
 
 
-def test_a_reference_names_a_revision(tmp_path: Path):
+def test_a_reference_may_name_a_revision(tmp_path: Path):
     assert split_reference("org/model@abc") == ("org/model", "abc")
     assert split_reference("org/model") == ("org/model", None)
     (tmp_path / "a@b").mkdir()
@@ -160,40 +162,40 @@ def test_a_published_folder_can_be_the_teacher(published: Path, teacher: Path, t
     query = table(tmp_path / "query")
     write_router(query, published, tmp_path / "router")
     check(tmp_path / "router", query, teacher)
-    # A router's own document route can be the teacher of another student.
+    # The document route of a router can be the teacher of another student.
     other = table(tmp_path / "other", **TABLES["weighted"])
     write_router(other, tmp_path / "router", tmp_path / "second")
     check(tmp_path / "second", other, teacher)
 
 
-def test_towers_that_scalingnote_trained_are_routes_too(tmp_path: Path):
+def test_trained_towers_can_be_routes(tmp_path: Path):
     base = families.folder(tmp_path / "base", "bert")
     for role in ("query", "document"):
         families.tower(base, role).save(tmp_path / role)
     write_router(tmp_path / "query", tmp_path / "document", tmp_path / "router")
     model = load(tmp_path / "router")
-    ours = Encoder.load(tmp_path / "query", precision="float32").encode_queries(ASKED)
-    np.testing.assert_allclose(model.encode_query(ASKED), unit(ours), atol=CLOSE)
+    ours = Encoder.load(tmp_path / "query", precision="float32").encode_queries(ALL_QUERIES)
+    np.testing.assert_allclose(model.encode_query(ALL_QUERIES), unit(ours), atol=CLOSE)
     columns = pa.table({"title": [""] * 2, "topic": [""] * 2, "content": CONTENTS[:2]})
-    found = Encoder.load(tmp_path / "document", precision="float32").encode_documents(columns)["summary"]
-    np.testing.assert_allclose(model.encode_document(CONTENTS[:2]), unit(found), atol=CLOSE)
+    embeddings = Encoder.load(tmp_path / "document", precision="float32").encode_documents(columns)["summary"]
+    np.testing.assert_allclose(model.encode_document(CONTENTS[:2]), unit(embeddings), atol=CLOSE)
     assert "published_tower" not in (tmp_path / "router/README.md").read_text()
 
 
 def test_truncated_embeddings_stay_truncated(tmp_path: Path):
     path = folder(tmp_path / "published", truncate_dim=8)
     lookup.build(LookupConfig(), dim=8, tokenizer_json=families.LEARNT, seed=0).save(tmp_path / "query")
-    document = adopted(path, "document", tmp_path / "document")
+    document = adopt(path, "document", tmp_path / "document")
     write_router(tmp_path / "query", document, tmp_path / "router")
     model = load(tmp_path / "router")
-    assert model.encode_query(ASKED).shape[1] == model.encode_document(TEXTS).shape[1] == 8
-    found = unit(model.encode_document(TEXTS))
-    np.testing.assert_allclose(found, unit(documents(load_tower(document))), atol=CLOSE)
-    found = unit(QueryEncoder(tmp_path / "router").encode_queries(ASKED))
-    np.testing.assert_allclose(model.encode_query(ASKED), found, atol=CLOSE)
+    assert model.encode_query(ALL_QUERIES).shape[1] == model.encode_document(TEXTS).shape[1] == 8
+    actual = unit(model.encode_document(TEXTS))
+    np.testing.assert_allclose(actual, unit(documents(load_tower(document))), atol=CLOSE)
+    actual = unit(QueryEncoder(tmp_path / "router").encode_queries(ALL_QUERIES))
+    np.testing.assert_allclose(model.encode_query(ALL_QUERIES), actual, atol=CLOSE)
 
 
-def test_a_published_table_is_read_with_numpy_alone(teacher: Path, tmp_path: Path):
+def test_a_published_table_is_read_without_torch(teacher: Path, tmp_path: Path):
     for kind in ("weighted", "pairs and ends"):
         query = table(tmp_path / kind, **TABLES[kind])
         write_router(query, teacher, tmp_path / f"router {kind}")
@@ -204,12 +206,12 @@ def test_a_published_table_is_read_with_numpy_alone(teacher: Path, tmp_path: Pat
             "made.encode_queries(['tensors'] * 20)\n"
             "print(made.form, sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "lookup []"
+        process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert process.stdout.strip() == "lookup []"
 
 
 def static(path: Path, *more: nn.Module) -> Path:
-    """A model of one table for both roles, as others publish it."""
+    """Save a model with one table for both roles, like those of other authors."""
     tokenizer = Tokenizer.from_str(families.tokenizer().backend_tokenizer.to_str())
     rows = torch.randn(tokenizer.get_vocab_size(), 12, generator=torch.Generator().manual_seed(2))
     model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, rows), *more], device="cpu")
@@ -217,21 +219,21 @@ def static(path: Path, *more: nn.Module) -> Path:
     return path
 
 
-def test_tables_of_others_are_read(tmp_path: Path):
+def test_tables_of_other_authors_are_read(tmp_path: Path):
     path = static(tmp_path, Dense(12, 5, activation_function=nn.Identity()), Normalize())
-    queries = [query for query in ASKED if query]
-    found = QueryEncoder(path).encode_queries(queries)
+    queries = [query for query in ALL_QUERIES if query]
+    actual = QueryEncoder(path).encode_queries(queries)
     library = SentenceTransformer(str(path), device="cpu")
-    np.testing.assert_allclose(unit(found), library.encode_query(queries), atol=CLOSE)
+    np.testing.assert_allclose(unit(actual), library.encode_query(queries), atol=CLOSE)
 
 
-def test_tables_that_cannot_be_read_alone_are_errors(tmp_path: Path):
+def test_tables_that_need_a_library_are_refused(tmp_path: Path):
     path = static(tmp_path / "tanh", Dense(12, 5))
     with pytest.raises(ConfigError, match="is not linear"):
         QueryEncoder(path)
     path = static(tmp_path / "prompt")
     edited(settings_of(path), prompts={"query": "ask: "})
-    with pytest.raises(ConfigError, match="behind the prompt 'ask: '"):
+    with pytest.raises(ConfigError, match="after the prompt 'ask: '"):
         QueryEncoder(path)
     path = static(tmp_path / "broken")
     (path / "model.safetensors").write_bytes(b"x")
@@ -239,27 +241,30 @@ def test_tables_that_cannot_be_read_alone_are_errors(tmp_path: Path):
         QueryEncoder(path)
 
 
-def test_a_table_is_no_transformer_of_the_query_role(teacher: Path, tmp_path: Path):
+def test_a_table_is_not_read_as_a_transformer(teacher: Path, tmp_path: Path):
     write_router(table(tmp_path / "query"), teacher, tmp_path / "router")
     with pytest.raises(ConfigError, match=r"query role of .* is a table .*scalingnote\.QueryEncoder"):
         published_model.read(tmp_path / "router", "query")
     assert published_model.read(tmp_path / "router", "document").prefix == PROMPTS["document"]
 
 
-def test_an_earlier_router_is_replaced_and_nothing_else(teacher: Path, tmp_path: Path):
+def test_only_the_routes_of_an_earlier_router_are_replaced(teacher: Path, tmp_path: Path):
     path = tmp_path / "router"
     write_router(table(tmp_path / "query", **TABLES["attention"]), teacher, path)
     (path / "LICENSE").write_text("mine")
     query = table(tmp_path / "other")
     write_router(query, teacher, path)
-    assert sorted(each.name for each in path.glob("query_*")) == ["query_0_StaticEmbedding", "query_1_Dense"]
+    assert sorted(route.name for route in path.glob("query_*")) == [
+        "query_0_StaticEmbedding",
+        "query_1_Dense",
+    ]
     assert (path / "LICENSE").exists()
     check(path, query, teacher)
     with pytest.raises(ConfigError, match=r"holds another model \(modules\.json, config\.json"):
-        write_router(query, teacher, shutil.copytree(teacher, tmp_path / "taken"))
+        write_router(query, teacher, shutil.copytree(teacher, tmp_path / "full"))
 
 
-def test_what_cannot_be_a_route_is_an_error(published: Path, teacher: Path, tmp_path: Path):
+def test_towers_that_cannot_be_routes_are_refused(published: Path, teacher: Path, tmp_path: Path):
     query = table(tmp_path / "query")
     out = tmp_path / "router"
     lookup.build(LookupConfig(), dim=8, tokenizer_json=families.LEARNT, seed=0).save(tmp_path / "narrow")
@@ -272,14 +277,14 @@ def test_what_cannot_be_a_route_is_an_error(published: Path, teacher: Path, tmp_
     config = TowerConfig(
         backbone=Pretrained(path=str(published)), pooling="auto", max_length=24, lora=Lora(rank=2)
     )
-    adapted = published_tower.build(config, role="document", dim=None)
-    adapted.save(tmp_path / "adapters", merge_adapters=False)
-    with pytest.raises(ConfigError, match="adapters alone"):
+    adapter_tower = published_tower.build(config, role="document", dim=None)
+    adapter_tower.save(tmp_path / "adapters", merge_adapters=False)
+    with pytest.raises(ConfigError, match="holds only adapters"):
         write_router(query, tmp_path / "adapters", out)
     odd = shutil.copytree(published, tmp_path / "odd")
     modules = json.loads((odd / "modules.json").read_text())
     (odd / "modules.json").write_text(json.dumps([*modules, {"type": "modeling.Odd", "path": "9_Odd"}]))
-    with pytest.raises(ConfigError, match=r"modeling\.Odd needs code of its own"):
+    with pytest.raises(ConfigError, match=r"modeling\.Odd needs its own code"):
         write_router(query, odd, out)
     (odd / "modules.json").write_text(json.dumps([{**modules[0], "kwargs": ["task"]}, *modules[1:]]))
     with pytest.raises(ConfigError, match="takes task from `encode`"):
@@ -294,15 +299,15 @@ def test_what_cannot_be_a_route_is_an_error(published: Path, teacher: Path, tmp_
     assert not out.exists()
 
 
-def test_a_referenced_model_that_only_its_library_runs_is_not_read_by_us(published: Path, tmp_path: Path):
+def test_a_reference_with_an_unsupported_module_is_refused(published: Path, tmp_path: Path):
     model = SentenceTransformer(str(published), device="cpu")
     model.insert(2, LayerNorm(HIDDEN))
     model.save(str(tmp_path / "odd"), create_model_card=False)
     query = table(tmp_path / "query")
     write_router(query, tmp_path / "odd", tmp_path / "router", document_reference=str(tmp_path / "odd"))
-    found = load(tmp_path / "router").encode_document(TEXTS)
-    np.testing.assert_allclose(found, model.encode_document(TEXTS), atol=CLOSE)
-    with pytest.raises(ConfigError, match=r"LayerNorm of .* is not known"):
+    actual = load(tmp_path / "router").encode_document(TEXTS)
+    np.testing.assert_allclose(actual, model.encode_document(TEXTS), atol=CLOSE)
+    with pytest.raises(ConfigError, match=r"LayerNorm of .* is not supported"):
         published_model.read(tmp_path / "router", "document")
     (tmp_path / "router/document_0_ReferencedModel/config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no model"):
@@ -310,7 +315,7 @@ def test_a_referenced_model_that_only_its_library_runs_is_not_read_by_us(publish
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:huggingface_hub")
-def test_the_card_says_what_is_known(published: Path, tmp_path: Path):
+def test_the_card_contains_known_facts(published: Path, tmp_path: Path):
     source = shutil.copytree(published, tmp_path / "teacher")
     (source / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Teacher\n")
     facts = CardFacts(
@@ -328,24 +333,24 @@ def test_the_card_says_what_is_known(published: Path, tmp_path: Path):
     )
     assert card.data.base_model == ["org/teacher"]
     assert {"router", "asymmetric", "static-embeddings"} <= set(card.data.tags)
-    for said in (
+    for phrase in (
         "# router",
         "rows of 32 dimensions; no transformer runs",
-        "`org/teacher`, a copy of which",
+        "`org/teacher`, which is copied",
         "40,000 texts",
         "Six passes",
         "| mean cosine | 0.9100 |",
         "| prompt | none | `text: ` |",
         "| tokens read | 9 | 24 |",
     ):
-        assert said in re.sub(" +", " ", card.text), said
+        assert phrase in re.sub(" +", " ", card.text), phrase
 
 
-def test_the_card_leaves_out_what_is_not_known(teacher: Path, tmp_path: Path):
+def test_the_card_leaves_out_unknown_facts(teacher: Path, tmp_path: Path):
     write_router(table(tmp_path / "query"), teacher, tmp_path / "router")
     card = (tmp_path / "router/README.md").read_text()
-    for unknown in ("license", "language:", "base_model", "model-index", "None", "## Measured", "Lessons"):
-        assert unknown not in card, unknown
+    for phrase in ("license", "language:", "base_model", "model-index", "None", "## Measured", "Lessons"):
+        assert phrase not in card, phrase
 
 
 @pytest.mark.parametrize("kind", ["plain", "attention"])
@@ -364,7 +369,7 @@ def test_the_code_of_a_card_runs(kind: str, by_name: bool, published: Path, teac
 
 
 @pytest.mark.parametrize("kind", ["plain", "pairs and ends"])
-def test_a_query_encoder_is_pushed_whole_and_fetched_without_the_teacher(
+def test_the_hub_gets_both_routes_and_returns_the_student(
     kind: str, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     query = table(tmp_path / "query", **TABLES[kind])

@@ -1,4 +1,4 @@
-"""The fused projection and maximum: the naive one in value and gradient, its memory flat in length."""
+"""The fused projection and maximum equals the naive one; its memory does not depend on the length."""
 
 from collections.abc import Callable
 
@@ -12,13 +12,13 @@ from scalingnote.models.sparse_head import SparseHead, project_then_max, stronge
 
 
 def naive(hidden: Tensor, places: Tensor, weight: Tensor) -> Tensor:
-    """All logits of all tokens, then the maximum over each row."""
+    """Compute all logits of all tokens, then the maximum over each row."""
     logits = hidden @ weight.T
     rows = [logits[row[row >= 0]] for row in places]
     return torch.stack([r.amax(0) if len(r) else r.new_full((len(weight),), -torch.inf) for r in rows])
 
 
-def drawn(lengths: list[int], *, vocabulary: int = 23, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def draw(lengths: list[int], *, vocabulary: int = 23, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(sum(lengths))
     total, longest = sum(lengths), max(lengths)
     hidden = torch.randn(total, 5, generator=generator, dtype=dtype)
@@ -27,7 +27,7 @@ def drawn(lengths: list[int], *, vocabulary: int = 23, dtype: torch.dtype = torc
     for row, length in enumerate(lengths):
         places[row, :length] = torch.arange(start, start + length)
         start += length
-    places[0, 1] = -1  # a place left out in the middle
+    places[0, 1] = -1  # a gap
     return [hidden, places, weight]
 
 
@@ -38,7 +38,7 @@ def test_fused_equals_naive_in_value_and_gradient(lengths: list[int], max_logits
         pytest.skip("one column at a time is slow")
     results = []
     for work in (lambda *a: project_then_max(*a, max_logits=max_logits), naive):
-        hidden, places, weight = drawn(lengths)
+        hidden, places, weight = draw(lengths)
         leaves = [hidden, weight]
         for leaf in leaves:
             leaf.requires_grad_()
@@ -48,15 +48,15 @@ def test_fused_equals_naive_in_value_and_gradient(lengths: list[int], max_logits
     torch.testing.assert_close(*results, atol=1e-12, rtol=1e-12)
 
 
-def test_term_weights_are_the_saturated_maximum_and_a_row_without_places_has_none():
-    hidden, places, weight = drawn([4, 2, 3])
+def test_term_weights_are_log_saturated_maxima():
+    hidden, places, weight = draw([4, 2, 3])
     places[1] = -1
     hidden.requires_grad_()
-    found = SparseHead(None)(hidden, places, torch.nn.Parameter(weight))
-    assert found[1].eq(0).all()
+    terms = SparseHead(None)(hidden, places, torch.nn.Parameter(weight))
+    assert terms[1].eq(0).all()
     expected = torch.log1p(torch.relu(hidden @ weight.T))[places[2][places[2] >= 0]].amax(0)
-    torch.testing.assert_close(found[2], expected)
-    found.sum().backward()
+    torch.testing.assert_close(terms[2], expected)
+    terms.sum().backward()
     assert hidden.grad.isfinite().all()
     assert hidden.grad[4:6].eq(0).all()
 
@@ -67,32 +67,32 @@ def test_of_equal_logits_the_first_place_gets_the_gradient():
     assert hidden.grad.tolist() == [[4, 4], [0, 0], [0, 0]]
 
 
-def test_half_precision_rounds_the_products_only():
-    hidden, places, weight = drawn([4, 2, 3], dtype=torch.float32)
+def test_half_precision_rounds_only_the_products():
+    hidden, places, weight = draw([4, 2, 3], dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found = project_then_max(hidden, places, weight.requires_grad_())
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, naive(hidden, places, weight), atol=0.05, rtol=0.05)
-    found[found > -torch.inf].sum().backward()
+        actual = project_then_max(hidden, places, weight.requires_grad_())
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, naive(hidden, places, weight), atol=0.05, rtol=0.05)
+    actual[actual > -torch.inf].sum().backward()
     assert weight.grad.dtype == torch.float32
 
 
 class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
+    """Record the size of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **kwargs or {})
-        sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, Tensor) and not t.is_sparse]
+        result = function(*args, **kwargs or {})
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and not t.is_sparse]
         self.numel = max([self.numel, *sizes])
-        return made
+        return result
 
 
 def largest(work: Callable[..., Tensor], length: int) -> int:
-    hidden, places, weight = drawn([length, length // 2], vocabulary=1000, dtype=torch.float32)
+    hidden, places, weight = draw([length, length // 2], vocabulary=1000, dtype=torch.float32)
     hidden.requires_grad_()
     weight.requires_grad_()
     with _Largest() as mode:

@@ -1,4 +1,4 @@
-"""A document tower with a sparse head: which states it hears, whose head it has, and what is kept on disk."""
+"""A document tower with a sparse head: which states it reads, which head it has, and what it saves."""
 
 import functools
 from collections.abc import Callable
@@ -36,40 +36,40 @@ def build(path: Path, **more) -> Tower:
     ).eval()
 
 
-def expected(made: Tower, row: TokenRow, logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Terms of one row alone: `logits` are of the states of title, topic and content."""
+def expected(tower: Tower, row: TokenRow, logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Compute the terms of one row; `logits` maps the states of title, topic and content."""
     ids = torch.tensor([row.ids])
-    hidden = made.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
-    spans = row.positions[len(made.views) :]
+    hidden = tower.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+    spans = row.positions[len(tower.views) :]
     inside = [at for start, stop in zip(spans[::2], spans[1::2], strict=True) for at in range(start, stop)]
     return torch.log1p(torch.relu(logits(hidden[inside]))).amax(0)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_terms_are_those_of_title_topic_and_content_alone(checkpoint: Path, packed: bool):
-    made = build(checkpoint)
-    rows = made.prompt.rows(*families.DOCUMENTS)
-    embeddings, terms = made.read(collate(rows, pad=made.pad, packed=packed))
-    torch.testing.assert_close(embeddings, made(collate(rows, pad=made.pad)), atol=1e-5, rtol=1e-5)
-    for row, found in zip(rows, terms, strict=True):
-        alone = expected(made, row, lambda states: states @ made.input_table.T)
-        torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+def test_terms_come_only_from_title_topic_and_content(checkpoint: Path, packed: bool):
+    tower = build(checkpoint)
+    rows = tower.prompt.rows(*families.DOCUMENTS)
+    embeddings, terms = tower.read(collate(rows, pad=tower.pad, packed=packed))
+    torch.testing.assert_close(embeddings, tower(collate(rows, pad=tower.pad)), atol=1e-5, rtol=1e-5)
+    for row, actual in zip(rows, terms, strict=True):
+        of_one_row = expected(tower, row, lambda states: states @ tower.input_table.T)
+        torch.testing.assert_close(actual, of_one_row, atol=1e-5, rtol=1e-5)
 
 
-def test_a_checkpoint_keeps_the_head_it_comes_with(tmp_path: Path):
+def test_a_checkpoint_keeps_its_head(tmp_path: Path):
     folder = families.folder(tmp_path / "base", "llama")
     settings = families.FAMILIES["llama"](vocab_size=403, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        whole = LlamaForCausalLM(settings)
-    whole.save_pretrained(folder)
-    made = build(folder)
-    torch.testing.assert_close(made.sparse.own.weight.detach(), whole.lm_head.weight.detach())
-    rows = made.prompt.rows(*families.DOCUMENTS)
-    batch = collate(rows, pad=made.pad, packed=True)
-    _, terms = made.read(batch)
-    torch.testing.assert_close(terms[0], expected(made, rows[0], whole.lm_head), atol=1e-5, rtol=1e-5)
-    made.save(tmp_path / "saved")
+        model = LlamaForCausalLM(settings)
+    model.save_pretrained(folder)
+    tower = build(folder)
+    torch.testing.assert_close(tower.sparse.own.weight.detach(), model.lm_head.weight.detach())
+    rows = tower.prompt.rows(*families.DOCUMENTS)
+    batch = collate(rows, pad=tower.pad, packed=True)
+    _, terms = tower.read(batch)
+    torch.testing.assert_close(terms[0], expected(tower, rows[0], model.lm_head), atol=1e-5, rtol=1e-5)
+    tower.save(tmp_path / "saved")
     torch.testing.assert_close(load_tower(tmp_path / "saved").read(batch)[1], terms)
     assert not build(folder, lora=Lora(rank=2)).sparse.own.weight.requires_grad
 
@@ -78,9 +78,9 @@ MASKED = ["bert", "roberta", "xlm-roberta", "camembert", "electra", "modernbert"
 
 
 def masked_model(folder: Path, family: str, **more) -> Any:
-    """A masked language model of random weights, saved as one downloads it."""
-    made = families.tokenizer()
-    size = {"vocab_size": len(made), "pad_token_id": made.pad_token_id}
+    """Save a masked language model with random weights and its tokenizer, and return the model."""
+    tokenizer = families.tokenizer()
+    size = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     if family == "distilbert":
         settings = DistilBertConfig(dim=32, hidden_dim=48, n_layers=2, n_heads=4, dropout=0.0, **size, **more)
     else:
@@ -89,15 +89,15 @@ def masked_model(folder: Path, family: str, **more) -> Any:
         torch.manual_seed(4)
         model = AutoModelForMaskedLM.from_config(settings).eval()
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases and norms start as 0 and 1, and would hide what is left out
+            if parameter.ndim == 1:  # biases and norms start as 0 and 1, which would hide missing ones
                 torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
-    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return model
 
 
 def own_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits of states by the head that transformers gives the model."""
+    """Compute the logits of states by the model's own head."""
     for name in ("cls", "lm_head"):
         if hasattr(model, name):
             return getattr(model, name)(hidden)
@@ -110,27 +110,27 @@ def own_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", MASKED)
-def test_a_masked_language_model_weighs_terms_by_its_whole_head(tmp_path: Path, family: str):
+def test_a_masked_language_model_uses_its_complete_head(tmp_path: Path, family: str):
     model = masked_model(tmp_path / "base", family)
-    made = build(tmp_path / "base")
-    rows = made.prompt.rows(*families.DOCUMENTS)
-    batch = collate(rows, pad=made.pad, packed=True)
+    tower = build(tmp_path / "base")
+    rows = tower.prompt.rows(*families.DOCUMENTS)
+    batch = collate(rows, pad=tower.pad, packed=True)
     with torch.inference_mode():
-        _, terms = made.read(batch)
-        for row, found in zip(rows, terms, strict=True):
-            alone = expected(made, row, functools.partial(own_logits, model))
-            torch.testing.assert_close(found[: len(alone)], alone, atol=1e-4, rtol=1e-4)
-    made.save(tmp_path / "saved")
+        _, terms = tower.read(batch)
+        for row, actual in zip(rows, terms, strict=True):
+            of_one_row = expected(tower, row, functools.partial(own_logits, model))
+            torch.testing.assert_close(actual[: len(of_one_row)], of_one_row, atol=1e-4, rtol=1e-4)
+    tower.save(tmp_path / "saved")
     torch.testing.assert_close(load_tower(tmp_path / "saved").read(batch)[1], terms)
 
 
-def test_the_head_of_a_masked_language_model_learns_unless_an_adapter_does(tmp_path: Path):
+def test_a_masked_head_is_trained_unless_there_is_an_adapter(tmp_path: Path):
     masked_model(tmp_path / "base", "bert", hidden_act="relu")
-    made = build(tmp_path / "base").train()
-    assert made.sparse.facts == {"activation": "relu", "eps": 1e-12}
-    batch = collate(made.prompt.rows(*families.DOCUMENTS), pad=made.pad)
-    made.read(batch)[1].sum().backward()
-    head = dict(made.sparse.named_parameters())
+    tower = build(tmp_path / "base").train()
+    assert tower.sparse.facts == {"activation": "relu", "eps": 1e-12}
+    batch = collate(tower.prompt.rows(*families.DOCUMENTS), pad=tower.pad)
+    tower.read(batch)[1].sum().backward()
+    head = dict(tower.sparse.named_parameters())
     assert set(head) == {
         "bias",
         *(f"transform.{m}.{p}" for m in ("dense", "norm") for p in ("weight", "bias")),
@@ -140,23 +140,23 @@ def test_the_head_of_a_masked_language_model_learns_unless_an_adapter_does(tmp_p
     assert not any(parameter.requires_grad for parameter in adapted.sparse.parameters())
 
 
-def test_an_old_checkpoint_calls_its_norm_gamma_and_beta(tmp_path: Path):
+def test_gamma_and_beta_are_names_of_a_norms_parameters(tmp_path: Path):
     masked_model(tmp_path / "base", "bert")
     path, norm = tmp_path / "base/model.safetensors", "cls.predictions.transform.LayerNorm"
     weights = load_file(path)
-    named = build(tmp_path / "base").sparse.state_dict()
+    original = build(tmp_path / "base").sparse.state_dict()
     weights[f"{norm}.gamma"], weights[f"{norm}.beta"] = (
         weights.pop(f"{norm}.{p}") for p in ("weight", "bias")
     )
     save_file(weights, path, metadata={"format": "pt"})
     renamed = build(tmp_path / "base").sparse.state_dict()
-    assert named.keys() == renamed.keys()
-    assert all(named[name].equal(renamed[name]) for name in named)
+    assert original.keys() == renamed.keys()
+    assert all(original[name].equal(renamed[name]) for name in original)
 
 
 def test_a_saved_tower_encodes_its_strongest_terms(tmp_path: Path):
-    made = families.scratch_tower(tiny.CAUSAL, "document", sparse=True)
-    made.save(tmp_path)
+    tower = families.scratch_tower(tiny.CAUSAL, "document", sparse=True)
+    tower.save(tmp_path)
     encoder = Encoder.load(tmp_path, token_budget=100, precision="float32")
     documents = tiny.document_rows(7)
     encoding = encoder.encode_with_cost(encoder.document_rows(pa.Table.from_pylist(documents)), top_k=5)
@@ -164,8 +164,8 @@ def test_a_saved_tower_encodes_its_strongest_terms(tmp_path: Path):
     terms, impacts = (column.to_pylist() for column in encoding.terms.columns())
     columns = ([row[name] for row in documents] for name in ("title", "topic", "content"))
     with torch.inference_mode():
-        _, weights = made.eval().read(collate(made.prompt.rows(*columns), pad=made.pad))
-    for row, found, values in zip(weights, terms, impacts, strict=True):
+        _, weights = tower.eval().read(collate(tower.prompt.rows(*columns), pad=tower.pad))
+    for row, indices, values in zip(weights, terms, impacts, strict=True):
         best = row.topk(5)
-        assert found == sorted(best.indices.tolist())
-        torch.testing.assert_close(torch.tensor(values), row[found], atol=1e-3, rtol=1e-3)
+        assert indices == sorted(best.indices.tolist())
+        torch.testing.assert_close(torch.tensor(values), row[indices], atol=1e-3, rtol=1e-3)

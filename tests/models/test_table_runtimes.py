@@ -1,4 +1,4 @@
-"""A lookup table in other runtimes, ONNX and JavaScript, gives the same embeddings in four scripts."""
+"""A lookup table gives the same embeddings in ONNX and JavaScript, in four scripts."""
 
 import json
 import shutil
@@ -30,15 +30,15 @@ DIM, LONGEST = 24, 12
 
 def tokenizer() -> Tokenizer:
     pieces = ["[UNK]", *sorted({word for words in WORDS.values() for word in words}), "##s", "a", "b"]
-    made = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    add_words(made, NEW)
-    return made
+    tokenizer = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    add_words(tokenizer, NEW)
+    return tokenizer
 
 
 def queries(count: int) -> list[str]:
-    """Queries of one script each, of up to 15 words, the first ones empty and of one word."""
+    """Make queries of one script each and of up to 15 words; the first ones are empty or of one word."""
     rng = np.random.default_rng(0)
     scripts = list(WORDS.values())
     texts = ["", "   ", "open", "открыть файл"]
@@ -50,17 +50,17 @@ def queries(count: int) -> list[str]:
 
 def table(storage: Any, *, features: bool, weights: bool, attention: bool) -> Table:
     rng = np.random.default_rng(1)
-    made = tokenizer()
-    tokens = made.get_vocab_size()
+    reader = tokenizer()
+    tokens = reader.get_vocab_size()
     keys = None
     if features:
-        ids = [made.encode(text).ids for text in queries(300)]
+        ids = [reader.encode(text).ids for text in queries(300)]
         keys = frequent_features(ids, tokens=tokens, bigrams=200, ends=True)
     rows = rng.standard_normal((tokens + (0 if keys is None else len(keys)), DIM)).astype(np.float32)
     values, scales = quantize_rows(rows, storage)
     return Table(
         values,
-        made.to_str(),
+        reader.to_str(),
         LONGEST,
         scales=scales,
         token_weights=rng.random(len(rows)).astype(np.float32) + 0.1 if weights else None,
@@ -79,18 +79,18 @@ def table(storage: Any, *, features: bool, weights: bool, attention: bool) -> Ta
     ],
 )
 def test_the_graph_equals_numpy_in_four_scripts(storage, features, weights, attention, tmp_path: Path):
-    made = table(storage, features=features, weights=weights, attention=attention)
-    made.write(tmp_path / "table")
-    export_table(made, tmp_path / "table.onnx")
+    lookup_table = table(storage, features=features, weights=weights, attention=attention)
+    lookup_table.write(tmp_path / "table")
+    export_table(lookup_table, tmp_path / "table.onnx")
     texts = queries(1000)
     expected = LookupEncoder(tmp_path / "table").encode(texts)
     expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     session = onnxruntime.InferenceSession(tmp_path / "table.onnx", providers=["CPUExecutionProvider"])
-    split = tokenizer()
+    reader = tokenizer()
     for text, vector in zip(texts, expected, strict=True):
-        ids = np.array(split.encode(text).ids, np.int64)
-        (found,) = session.run(None, {INPUT: ids})
-        np.testing.assert_allclose(found, vector, atol=1e-5)
+        ids = np.array(reader.encode(text).ids, np.int64)
+        (actual,) = session.run(None, {INPUT: ids})
+        np.testing.assert_allclose(actual, vector, atol=1e-5)
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "static_table.mjs"
@@ -122,10 +122,10 @@ console.log(JSON.stringify(queries.map((query) => [table.tokenize(query), [...ta
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 @pytest.mark.parametrize("weights", [False, True])
 def test_javascript_equals_the_library_in_four_scripts(weights: bool, tmp_path: Path):
-    made = table("float32", features=False, weights=weights, attention=False)
+    lookup_table = table("float32", features=False, weights=weights, attention=False)
     folder = tmp_path / "folder"
     kinds = {"0_StaticEmbedding": "StaticEmbedding", "1_Dense": "Dense"}
-    write_published(made, *(folder / name for name in kinds))
+    write_published(lookup_table, *(folder / name for name in kinds))
     write_module_list(
         folder, [(name, f"sentence_transformers.models.{kind}") for name, kind in kinds.items()]
     )
@@ -133,10 +133,10 @@ def test_javascript_equals_the_library_in_four_scripts(weights: bool, tmp_path: 
     (tmp_path / "queries.json").write_text(json.dumps(texts))
     (tmp_path / "run.mjs").write_text(SCRIPT % json.dumps(EXAMPLE.as_uri()))
     command = ["node", tmp_path / "run.mjs", folder, tmp_path / "queries.json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    ids, vectors = zip(*json.loads(done.stdout), strict=True)
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    ids, vectors = zip(*json.loads(process.stdout), strict=True)
     reader = Tokenizer.from_file(str(folder / "0_StaticEmbedding" / "tokenizer.json"))
-    for text, own in zip(texts, ids, strict=True):
-        assert own == reader.encode(text, add_special_tokens=False).ids, text
+    for text, token_ids in zip(texts, ids, strict=True):
+        assert token_ids == reader.encode(text, add_special_tokens=False).ids, text
     expected = SentenceTransformer(str(folder), device="cpu").encode(texts, normalize_embeddings=True)
     np.testing.assert_allclose(np.array(vectors), expected, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Tokens read in blocks give what each gives alone; the table gives what the whole model gives."""
+"""Tokens in blocks have the vectors of single tokens; the table has the embeddings of the model."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ from scalingnote.models.token_wise import BLOCKS, TokenWise, block_mask
 from scalingnote.train import tokens
 
 QUERIES = ["torch stack", "a", "arrays along a new axis, arrays", "words of a title " * 3]
-INSTRUCTION = "go: "  # with two more tokens it fits the windows of the families that have one
+INSTRUCTION = "go: "  # short, so that it fits the windows of some families together with two more tokens
 TIGHT = {"atol": 2e-6, "rtol": 1e-5}
 
 
@@ -35,8 +35,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return families.folder(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def build(path: Path, **knobs) -> TokenWise:
-    config = TokenWiseConfig(backbone=Pretrained(path=str(path)), max_length=16, **knobs)
+def build(path: Path, **settings) -> TokenWise:
+    config = TokenWiseConfig(backbone=Pretrained(path=str(path)), max_length=16, **settings)
     return dual_encoder.build_query_tower(config, dim=16, tokenizer_json=None, seed=0).eval()
 
 
@@ -50,80 +50,83 @@ def scratch() -> TokenWise:
     return from_scratch(max_length=16, storage="float32")
 
 
-def alone(made: TokenWise, token: int) -> torch.Tensor:
-    """One token behind the instruction, through the plain model: no mask, no positions of ours."""
-    ids = torch.tensor([[*made.instruction().tolist(), token, made.end]])
-    return made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
+def single_token(tower: TokenWise, token: int) -> torch.Tensor:
+    """Read one token after the instruction by the plain model, without our mask and positions."""
+    ids = torch.tensor([[*tower.instruction().tolist(), token, tower.end]])
+    return tower.projection(tower.backbone(input_ids=ids).last_hidden_state[0, -1])
 
 
-def batch_of(made: TokenWise, queries: list[str], *, packed: bool) -> Batch:
-    return collate(made.prompt.rows(queries), pad=made.pad, packed=packed)
+def batch_of(tower: TokenWise, queries: list[str], *, packed: bool) -> Batch:
+    return collate(tower.prompt.rows(queries), pad=tower.pad, packed=packed)
 
 
-def test_a_token_in_a_block_gives_what_it_gives_alone(checkpoint: Path):
-    made = build(checkpoint, instruction=INSTRUCTION)
-    ids = torch.arange(60, 60 + BLOCKS + 5)  # more than a line
-    found = made.token_vectors(ids, made.instruction())
-    for token, vector in zip(ids.tolist(), found, strict=True):
-        torch.testing.assert_close(vector, alone(made, token), **TIGHT)
+def test_a_token_in_a_block_equals_a_single_token(checkpoint: Path):
+    tower = build(checkpoint, instruction=INSTRUCTION)
+    ids = torch.arange(60, 60 + BLOCKS + 5)  # more than one line
+    vectors = tower.token_vectors(ids, tower.instruction())
+    for token, vector in zip(ids.tolist(), vectors, strict=True):
+        torch.testing.assert_close(vector, single_token(tower, token), **TIGHT)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_query_is_the_mean_of_its_tokens_each_as_often_as_it_occurs(checkpoint: Path, packed: bool):
-    made = build(checkpoint, instruction=INSTRUCTION)
-    found = made(batch_of(made, QUERIES, packed=packed))
-    assert found.shape == (len(QUERIES), 1, 16)
-    for row, embedding in zip(made.prompt.rows(QUERIES), found[:, 0], strict=True):
-        expected = torch.stack([alone(made, token) for token in row.ids]).mean(0)
+def test_a_query_is_the_mean_of_all_its_tokens(checkpoint: Path, packed: bool):
+    tower = build(checkpoint, instruction=INSTRUCTION)
+    actual = tower(batch_of(tower, QUERIES, packed=packed))
+    assert actual.shape == (len(QUERIES), 1, 16)
+    for row, embedding in zip(tower.prompt.rows(QUERIES), actual[:, 0], strict=True):
+        expected = torch.stack([single_token(tower, token) for token in row.ids]).mean(0)
         torch.testing.assert_close(embedding, expected, **TIGHT)
 
 
-def test_a_token_may_be_its_row_of_the_input_table(checkpoint: Path):
-    made = build(checkpoint, instruction=INSTRUCTION, reads="embeddings")
-    found = made(batch_of(made, QUERIES, packed=True))
-    table = made.backbone.get_input_embeddings()  # of gemma, with the factor of its states
-    for row, embedding in zip(made.prompt.rows(QUERIES), found[:, 0], strict=True):
-        expected = made.projection(table(torch.tensor(row.ids)).mean(0))
+def test_a_token_can_be_its_row_of_the_input_table(checkpoint: Path):
+    tower = build(checkpoint, instruction=INSTRUCTION, reads="embeddings")
+    actual = tower(batch_of(tower, QUERIES, packed=True))
+    table = tower.backbone.get_input_embeddings()  # in gemma, it scales its output
+    for row, embedding in zip(tower.prompt.rows(QUERIES), actual[:, 0], strict=True):
+        expected = tower.projection(table(torch.tensor(row.ids)).mean(0))
         torch.testing.assert_close(embedding, expected, **TIGHT)
 
 
-def test_gradients_are_those_of_tokens_read_alone(checkpoint: Path):
-    made = build(checkpoint, instruction=INSTRUCTION)
+def test_gradients_equal_those_of_single_tokens(checkpoint: Path):
+    tower = build(checkpoint, instruction=INSTRUCTION)
     results = []
     for work in (
-        lambda: made(batch_of(made, QUERIES, packed=True))[:, 0],
+        lambda: tower(batch_of(tower, QUERIES, packed=True))[:, 0],
         lambda: torch.stack(
-            [torch.stack([alone(made, t) for t in row.ids]).mean(0) for row in made.prompt.rows(QUERIES)]
+            [
+                torch.stack([single_token(tower, t) for t in row.ids]).mean(0)
+                for row in tower.prompt.rows(QUERIES)
+            ]
         ),
     ):
-        made.zero_grad()
+        tower.zero_grad()
         (work() * torch.linspace(-1, 1, 64).view(4, 16)).sum().backward()
-        results.append({name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None})
+        results.append({name: p.grad.clone() for name, p in tower.named_parameters() if p.grad is not None})
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_whole_query_is_read_as_one_text(checkpoint: Path, packed: bool):
-    made = build(checkpoint, instruction=INSTRUCTION)
-    found = made.contextual(batch_of(made, QUERIES, packed=packed))
-    for row, embedding in zip(made.prompt.rows(QUERIES), found[:, 0], strict=True):
-        ids = torch.tensor([[*made.instruction().tolist(), *row.ids, made.end]])
-        expected = made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
+def test_the_contextual_query_is_one_text(checkpoint: Path, packed: bool):
+    tower = build(checkpoint, instruction=INSTRUCTION)
+    actual = tower.contextual(batch_of(tower, QUERIES, packed=packed))
+    for row, embedding in zip(tower.prompt.rows(QUERIES), actual[:, 0], strict=True):
+        ids = torch.tensor([[*tower.instruction().tolist(), *row.ids, tower.end]])
+        expected = tower.projection(tower.backbone(input_ids=ids).last_hidden_state[0, -1])
         torch.testing.assert_close(embedding, expected, **TIGHT)
 
 
-def test_a_weight_in_half_precision_rounds_no_embedding(scratch: TokenWise):
-    made = copy.deepcopy(scratch)
-    made.projection.bfloat16()
-    ids = torch.tensor([[*made.instruction().tolist(), 70, made.end]])
-    state = made.backbone(input_ids=ids).last_hidden_state[0, -1]
-    expected = made.projection.weight.double() @ state.double()
-    (found,) = made.token_vectors(torch.tensor([70]), made.instruction())
-    torch.testing.assert_close(found, expected.float(), **TIGHT)
+def test_a_half_precision_weight_does_not_round_embeddings(scratch: TokenWise):
+    tower = copy.deepcopy(scratch)
+    tower.projection.bfloat16()
+    ids = torch.tensor([[*tower.instruction().tolist(), 70, tower.end]])
+    state = tower.backbone(input_ids=ids).last_hidden_state[0, -1]
+    expected = tower.projection.weight.double() @ state.double()
+    (actual,) = tower.token_vectors(torch.tensor([70]), tower.instruction())
+    torch.testing.assert_close(actual, expected.float(), **TIGHT)
 
 
 @given(st.integers(0, 5), st.integers(1, 6))
-def test_the_mask_is_that_of_the_paper(instruction: int, blocks: int):
+def test_the_block_mask_is_that_of_the_paper(instruction: int, blocks: int):
     mask = block_mask(instruction, blocks)
     assert mask.shape == (instruction + 2 * blocks,) * 2
     for q in range(len(mask)):
@@ -132,68 +135,68 @@ def test_the_mask_is_that_of_the_paper(instruction: int, blocks: int):
             to_prompt = q >= instruction and k < instruction
             within = q >= instruction and (q - instruction) // 2 == (k - instruction) // 2 and k <= q
             assert mask[q, k] == (in_prompt or to_prompt or within)
-    assert mask.any(1).all()  # no row sees nothing: no NaN
+    assert mask.any(1).all()  # every row attends to a token, so there are no NaNs
 
 
-def test_the_saved_table_gives_what_the_whole_model_gives(scratch: TokenWise, tmp_path: Path):
+def test_the_saved_table_equals_the_model(scratch: TokenWise, tmp_path: Path):
     scratch.save(tmp_path)
     table = dual_encoder.load_query_tower(tmp_path)
-    whole = scratch(batch_of(scratch, QUERIES, packed=True))
+    expected = scratch(batch_of(scratch, QUERIES, packed=True))
     assert table.prompt.rows(QUERIES) == scratch.prompt.rows(QUERIES)
-    torch.testing.assert_close(table(batch_of(table, QUERIES, packed=True)), whole, **TIGHT)
+    torch.testing.assert_close(table(batch_of(table, QUERIES, packed=True)), expected, **TIGHT)
 
 
-def test_a_table_that_is_computed_shows_progress(scratch: TokenWise, monkeypatch: pytest.MonkeyPatch):
+def test_computing_a_table_logs_progress(scratch: TokenWise, monkeypatch: pytest.MonkeyPatch):
     lines: list[str] = []
     monkeypatch.setattr(get_logger("train"), "info", lambda text, *values: lines.append(text % values))
     rows = scratch.table(scratch.config.instruction)
     assert lines[-1].startswith(f"{len(rows):,} tokens of the table in")
 
 
-def test_every_further_task_has_a_table_behind_its_own_instruction(tmp_path: Path):
+def test_each_further_task_has_a_table_of_its_instruction(tmp_path: Path):
     tasks = {"SciFact": "Given a claim: ", "NFCorpus": "of medicine "}
-    made = from_scratch(max_length=16, storage="float32", tasks=tasks)
-    made.save(tmp_path)
+    tower = from_scratch(max_length=16, storage="float32", tasks=tasks)
+    tower.save(tmp_path)
     assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["NFCorpus", "SciFact"]
-    found = {"own": Table.read(tmp_path)} | {name: Table.read(tmp_path / "tasks" / name) for name in tasks}
-    for name, text in {"own": made.config.instruction, **tasks}.items():
-        other = from_scratch(max_length=16, storage="float32", instruction=text)
-        np.testing.assert_allclose(found[name].rows(), other.table(text), atol=1e-6)
-        assert found[name].made_from == other._digests(text)
-    assert np.abs(found["SciFact"].rows() - found["NFCorpus"].rows()).max() > 1e-3
+    tables = {"own": Table.read(tmp_path)} | {name: Table.read(tmp_path / "tasks" / name) for name in tasks}
+    for name, text in {"own": tower.config.instruction, **tasks}.items():
+        task_tower = from_scratch(max_length=16, storage="float32", instruction=text)
+        np.testing.assert_allclose(tables[name].rows(), task_tower.table(text), atol=1e-6)
+        assert tables[name].made_from == task_tower._digests(text)
+    assert np.abs(tables["SciFact"].rows() - tables["NFCorpus"].rows()).max() > 1e-3
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])
-def test_documents_may_be_the_mean_of_their_tokens_too(checkpoint: Path, tmp_path: Path, lora: Lora | None):
-    made = families.tower(checkpoint, "document", reads="tokens", lora=lora).eval()
-    config = made.config
-    rows = made.prompt.rows(*families.DOCUMENTS)
-    (title,) = made.prompt.rows(["torch stack"], [""], ["joins"])
-    assert title.ids == made.prompt.tokenizer.encode("torch stack joins", add_special_tokens=False).ids
+def test_a_document_can_be_the_mean_of_its_tokens(checkpoint: Path, tmp_path: Path, lora: Lora | None):
+    tower = families.tower(checkpoint, "document", reads="tokens", lora=lora).eval()
+    config = tower.config
+    rows = tower.prompt.rows(*families.DOCUMENTS)
+    (title,) = tower.prompt.rows(["torch stack"], [""], ["joins"])
+    assert title.ids == tower.prompt.tokenizer.encode("torch stack joins", add_special_tokens=False).ids
     assert max(len(row.ids) for row in rows) <= config.max_length
     with torch.inference_mode():
-        found = made(collate(rows, pad=made.pad, packed=True))
-        torch.testing.assert_close(made(collate(rows, pad=made.pad)), found, **TIGHT)
-        for row, embedding in zip(rows, found[:, 0], strict=True):
+        actual = tower(collate(rows, pad=tower.pad, packed=True))
+        torch.testing.assert_close(tower(collate(rows, pad=tower.pad)), actual, **TIGHT)
+        for row, embedding in zip(rows, actual[:, 0], strict=True):
             if row.ids:
-                whole = torch.stack([alone(made, token) for token in row.ids]).mean(0)
-                torch.testing.assert_close(embedding, whole, atol=1e-5, rtol=1e-4)
+                expected = torch.stack([single_token(tower, token) for token in row.ids]).mean(0)
+                torch.testing.assert_close(embedding, expected, atol=1e-5, rtol=1e-4)
             else:
                 assert (embedding == 0).all()
     for merge in (True, False):
-        made.save(tmp_path / str(merge), merge_adapters=merge)
+        tower.save(tmp_path / str(merge), merge_adapters=merge)
         again = load_tower(tmp_path / str(merge))
         facts = json.loads((tmp_path / str(merge) / "tower.json").read_text())
         tokens_json = (tmp_path / str(merge) / "tokenizer.json").read_text()
         assert DocumentPrompt.restore(facts, tokens_json).rows(*families.DOCUMENTS) == rows
         with torch.inference_mode():
-            torch.testing.assert_close(again(collate(rows, pad=again.pad)), found, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(again(collate(rows, pad=again.pad)), actual, atol=1e-5, rtol=1e-4)
     prompt = tokens.build_prompt(config, role="document", tokenizer_json=None)
     assert prompt.rows(*families.DOCUMENTS) == rows
 
 
-def test_a_light_document_tower_learns_beside_a_light_query_tower():
-    made = dual_encoder.build(
+def test_token_wise_query_and_document_towers_train_together():
+    encoder = dual_encoder.build(
         TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16),
         TowerConfig(backbone=tiny.CAUSAL, max_length=24, reads="tokens"),
         dim=8,
@@ -202,22 +205,23 @@ def test_a_light_document_tower_learns_beside_a_light_query_tower():
         share_base=True,
         share_backbone=True,
     )
-    documents = made.document.prompt.rows(*families.DOCUMENTS)
-    query, document = made(
-        batch_of(made.query, QUERIES, packed=True), collate(documents, pad=made.document.pad, packed=True)
+    documents = encoder.document.prompt.rows(*families.DOCUMENTS)
+    query, document = encoder(
+        batch_of(encoder.query, QUERIES, packed=True),
+        collate(documents, pad=encoder.document.pad, packed=True),
     )
     (query @ document[:, 0].T).logsumexp(1).sum().backward()
-    assert made.query.backbone is made.document.backbone
-    assert all(parameter.grad is not None for parameter in made.parameters())
+    assert encoder.query.backbone is encoder.document.backbone
+    assert all(parameter.grad is not None for parameter in encoder.parameters())
 
 
-def test_a_table_names_what_it_was_made_from():
-    learnt = backbone.train_tokenizer(["a few words"], vocabulary=400)
+def test_a_table_has_digests_of_its_inputs():
+    tokenizer_json = backbone.train_tokenizer(["a few words"], vocabulary=400)
 
     def digests(seed: int = 0, **knobs) -> dict[str, str]:
         config = TokenWiseConfig(backbone=tiny.CAUSAL, **knobs)
-        made = dual_encoder.build_query_tower(config, dim=8, tokenizer_json=learnt, seed=seed)
-        return made._digests(made.config.instruction)
+        tower = dual_encoder.build_query_tower(config, dim=8, tokenizer_json=tokenizer_json, seed=seed)
+        return tower._digests(tower.config.instruction)
 
     first = digests()
     assert digests() == first
@@ -230,27 +234,27 @@ def test_a_table_names_what_it_was_made_from():
     assert "adapter" in differs
 
 
-def test_an_empty_query_is_zero_while_it_learns(scratch: TokenWise):
-    found = scratch(batch_of(scratch, ["", "torch"], packed=True))
-    assert found[0].eq(0).all()
-    assert found[1].ne(0).any()
+def test_an_empty_query_is_zero_in_training(scratch: TokenWise):
+    embeddings = scratch(batch_of(scratch, ["", "torch"], packed=True))
+    assert embeddings[0].eq(0).all()
+    assert embeddings[1].ne(0).any()
     assert scratch(batch_of(scratch, [""], packed=True)).eq(0).all()
     assert scratch.contextual(batch_of(scratch, ["", "torch"], packed=True)).ne(0).any(-1).all()
 
 
-def test_what_cannot_read_blocks_is_refused(tmp_path: Path):
+def test_towers_that_cannot_read_blocks_are_refused(tmp_path: Path):
     long = "long " * 40
     for knobs in ({"instruction": long}, {"tasks": {"x": long}}):
         with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
             from_scratch(**knobs)
-    with pytest.raises(ConfigError, match="layers of the backbone see 8: shorten it"):
+    with pytest.raises(ConfigError, match="the backbone attends to 8: shorten it"):
         build(families.folder(tmp_path, "mistral"), instruction="longer than a window")
     with pytest.raises(ConfigError, match="needs a causal backbone"):
         from_scratch(tiny.BIDIRECTIONAL)
     with pytest.raises(ConfigError, match="needs a causal backbone"):
         families.scratch_tower(tiny.BIDIRECTIONAL, "document", reads="tokens")
     for role, sparse in (("query", False), ("document", True)):
-        with pytest.raises(ConfigError, match="is of documents without term weights"):
+        with pytest.raises(ConfigError, match="is for documents without term weights"):
             families.scratch_tower(tiny.CAUSAL, role, sparse=sparse, reads="tokens")
     with pytest.raises(ValidationError, match="leave pooling at placeholders"):
         TowerConfig(backbone=Pretrained(path="x"), reads="tokens", pooling="mean")
