@@ -150,9 +150,9 @@ def table(towers: Artifact, folder: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"mixture": {"a": {}, "b": {}}}, "two sets are this run's own"),
+        ({"mixture": {"a": {}, "b": {}}}, "only one set can be that of this run"),
         ({"mixture": {"a": {"dataset": "x"}}}, "both dataset and triplets"),
-        ({"query": {"kind": "token_wise", "instructions": {"b": ["x"]}}}, "b, which is no set"),
+        ({"query": {"kind": "token_wise", "instructions": {"b": ["x"]}}}, "b, which is not a set"),
         (
             {"mixture": {"b": {}}, "query": {"kind": "token_wise", "instructions": {"b": ["x"]}}},
             "batching.sources to homogeneous",
