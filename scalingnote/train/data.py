@@ -234,7 +234,7 @@ class Order:
         return self._rows(*self._draws(*divmod(step, self.steps_per_epoch)))
 
     def _draws(self, epoch: int, step: int) -> tuple[BatchRows, BatchRows]:
-        """Compute the part of every row of a batch, and the number of its draw from that part over all epochs.
+        """Compute the part of every row of a batch, and the number of its draw from it over all epochs.
 
         `step` is counted within the epoch.
         """

@@ -49,7 +49,7 @@ class Objective(nn.Module):
     """
 
     def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of this rank (its mean over ranks is the global loss) and its parts for the log."""
+        """Compute the loss of this rank (its mean over ranks is the global loss), and its parts to log."""
         weighted, parts = self.losses(batch, self.encode)
         return total(weighted), {name: part.detach() for name, part in parts.items()}
 
