@@ -192,7 +192,7 @@ def dense_losses(
     scores = candidates.triplets.scores
     if losses.teacher and scores is None:
         raise TrainingError(
-            "losses.teacher has a weight, but the triplets carry no scores: collect them with a ranking "
+            "losses.teacher has a weight, but the triplets have no scores: collect them with a ranking "
             "model, or set it to 0"
         )
     all_queries = gather(queries) if losses.bidirectional else queries

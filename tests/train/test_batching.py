@@ -261,7 +261,7 @@ def test_a_document_that_cannot_be_read_costs_its_triplets_only(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"positive": "d999"}, TrainingError, "triplets name document 'd999', which the dataset lacks"),
+        ({"positive": "d999"}, TrainingError, "triplets name document 'd999', which is not in the dataset"),
         ({"scores": [1.0]}, TrainingError, "carries 1 scores for 3 documents"),
         ({"positive": "d006"}, DataError, "a doc_id occurs twice in the dataset"),
     ],

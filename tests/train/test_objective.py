@@ -46,7 +46,7 @@ def test_a_teacher_loss_without_scores_is_refused():
     made = towers()
     batch = triplets(made, range(4), of=4)
     object.__setattr__(batch, "scores", None)
-    with pytest.raises(TrainingError, match="carry no scores"):
+    with pytest.raises(TrainingError, match="have no scores"):
         StageOne(made, LOSSES)(batch)
 
 
