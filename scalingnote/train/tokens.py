@@ -57,7 +57,7 @@ _TOKENIZER_TEXTS = 1_000_000
 def read_columns(
     artifact: Artifact, parts: Iterable[str], columns: list[str], *, prefix: str = ""
 ) -> Iterator[pa.RecordBatch]:
-    """Yield columns of parts of an artifact in blocks of a few thousand rows; `prefix` as in :func:`of_set`."""
+    """Yield columns of parts of an artifact, a few thousand rows at a time; `prefix` as in :func:`of_set`."""
     for part in parts:
         for batch in artifact.batches(part, columns=columns):
             yield of_set(batch, prefix)
@@ -105,7 +105,7 @@ def train_tokenizers(towers: dict[str, AnyTower], *, texts: Callable[[], Iterabl
 def tokenizer_texts(
     triplets: Artifact, dataset: Artifact, named: Named, *, prefix: str = ""
 ) -> Iterator[str]:
-    """Yield the texts that a tokenizer learns from: each query once, then every field of the documents in `named`.
+    """Yield texts for the training of a tokenizer: each query once, then all fields of the `named` documents.
 
     `named` are sorted hashes of doc_ids behind `prefix`, as in :func:`of_set`; if there are too many, the
     smallest ones are a fair sample.
@@ -173,7 +173,7 @@ def prompt_blocks(prompt: QueryPrompt | LookupPrompt, queries: Sequence[str]) ->
 
 
 def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Named, int]:
-    """Return sorted hashes of the doc_ids that triplets name, and the largest number of documents of a row."""
+    """Return sorted hashes of the doc_ids that triplets name, and the most documents of a row."""
     hashes, group = [np.empty(0, np.uint64)], 1
     for batch in batches:
         ids = pa.concat_arrays([batch["positive"], pc.list_flatten(batch["negatives"])])
@@ -185,9 +185,10 @@ def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Named, int]:
 def document_rows(
     batches: Iterable[pa.RecordBatch], *, prompt: DocumentPrompt, wanted: Named
 ) -> tuple[pa.Table, dict[str, str]]:
-    """Build token rows of the documents with hashes in `wanted` (sorted); map unreadable doc_ids to the reason.
+    """Build token rows of the documents with hashes in `wanted`, which is sorted.
 
-    Columns: ``hash``, ``ids``, ``positions``; in the order of the documents.
+    Columns: ``hash``, ``ids``, ``positions``; in the order of the documents. Unreadable documents are
+    returned as doc_id -> reason.
     """
     hashes = [np.empty(0, np.uint64)]
     problems: dict[str, str] = {}
@@ -218,7 +219,7 @@ def triplet_rows(
     place: Places,
     sparse: SparseQuery | None = None,
 ) -> tuple[pa.Table, int]:
-    """Build rows of triplets that training can read; return also the number left out for an unreadable positive.
+    """Build rows of triplets that training can read; count those left out for an unreadable positive.
 
     Columns of a row: ``ids`` and ``positions`` of its query, ``terms`` of the `sparse` one, and those of
     :func:`triplet_columns`.
@@ -287,7 +288,11 @@ def read_answers(triplets: Artifact, parts: Sequence[str]) -> pa.Table | None:
 
 
 def row_facts(rows: pa.Table) -> dict[str, Any]:
-    """Count rows with fewer documents than others (`short`); return also most `known` answers and `scored`."""
+    """Return counts for the facts of a store.
+
+    ``short``: rows with fewer documents than others; ``known``: most known answers of a query; ``scored``:
+    whether any row has scores.
+    """
     documents = rows["documents"].combine_chunks()
     group = documents.type.list_size
     return {

@@ -229,7 +229,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path):
     made = Made(tmp_path)
     title = embeddings(str(tmp_path / "title"), made.dataset, view="title")
     wrong = CandidateSources(made.triplets, title)
-    with pytest.raises(ConfigError, match=r"holds no view 'summary'.*encode\.views"):
+    with pytest.raises(ConfigError, match=r"has no view 'summary'.*encode\.views"):
         prepare(made.teacher, **made.given | {"folder": str(tmp_path / "a"), "candidates": wrong})
     draft = Draft(str(tmp_path / "other"), kind="query_embeddings", config=tiny.Nothing(), parents={})
     draft.write_table("embeddings/part-00000.parquet", made.teacher.table("embeddings").slice(1))

@@ -48,7 +48,7 @@ QUERY_POSITIVES = pa.schema(
 
 
 def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
-    """Train the cross-encoder. After a kill at any moment, the next call resumes from the newest checkpoint."""
+    """Train the cross-encoder. After a kill at any time, the next call resumes from the newest checkpoint."""
     uris = {"dataset": dataset, "triplets": triplets}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="cross_encoder", config=config, parents=parents)

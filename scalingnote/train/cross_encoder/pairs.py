@@ -103,12 +103,12 @@ class PairStage(Objective):
     def __init__(
         self, model: CrossEncoder, losses: CrossEncoderLosses, *, temperature: float | None = None
     ) -> None:
-        """`temperature` divides the cosines, if scores are cosines."""
+        """Combine model and losses. `temperature` divides the cosines, if scores are cosines."""
         super().__init__()
         self.model, self._losses, self._temperature = model, losses, temperature
 
     def losses(self, batch: PairBatch, encode: Encode) -> WeightedLosses:
-        """Compute the weighted losses of this rank, and their parts; means over ranks are those of all rows."""
+        """Compute the weighted losses of this rank, and their parts; means of both over ranks are global."""
         pairs, dim, losses = encode("pair", batch.pairs)["pair"][:, 0], self.model.dim, self._losses
         queries = len(batch.weights)
         with torch.autocast(pairs.device.type, enabled=False):
@@ -140,7 +140,7 @@ class PairStage(Objective):
 def relevance(
     queries: Float[Tensor, "pairs dim"], documents: Float[Tensor, "pairs dim"], temperature: float | None
 ) -> Float[Tensor, " pairs"]:
-    """Compute the relevance of each pair as a logit: a cosine divided by the temperature, or without one a product.
+    """Compute the relevance of each pair as a logit: a cosine over the temperature; without one, a product.
 
     A product (EmbedDistill, section 4.2) grows with the length of a document, and the index holds unit
     vectors: only cosines rank in the same way as search by a student that inherits the documents.
@@ -179,7 +179,7 @@ class PairEncoder:
         device: torch.device | None = None,
         temperature: float | None = None,
     ) -> None:
-        """`temperature` divides the cosines that are its scores; None: scores are products."""
+        """Prepare `model` for inference. Scores are cosines over `temperature`, or products if it is None."""
         device = device or default_device()
         self._device, self._budget, self._temperature = device, token_budget, temperature
         self.model = model.eval()
@@ -196,7 +196,7 @@ class PairEncoder:
 
     @classmethod
     def load(cls, folder: Path, **options: Any) -> "PairEncoder":
-        """Load the encoder from a folder that :meth:`CrossEncoder.save` wrote; with options of the constructor.
+        """Load the encoder from a folder of :meth:`CrossEncoder.save`, with options of the constructor.
 
         Weights are read in the format of the computation.
         """
@@ -215,7 +215,7 @@ class PairEncoder:
         return self._proxies([pair(self.no_query, document) for document in documents])[1]
 
     def encode_with_cost(self, documents: Sequence[TokenRow], *, top_k: int = 0) -> RowEncoding:
-        """Compute each document's proxy as its only view, with the interface of :class:`Encoder`; no terms."""
+        """Compute each document's proxy as its only view, without terms; interface of :class:`Encoder`."""
         return RowEncoding(self.documents(documents)[:, None], None, self.cost)
 
     def scores(self, queries: Sequence[TokenRow], documents: Sequence[TokenRow]) -> Float[ndarray, " pairs"]:
