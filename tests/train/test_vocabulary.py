@@ -189,7 +189,7 @@ def test_pieces_are_of_lower_case_words_and_equal_in_every_process(tmp_path: Pat
     (tmp_path / "tokenizer.json").write_text(learnt, encoding="utf-8")
     assert read_tokenizer(str(tmp_path)) == read_tokenizer(str(tmp_path / "tokenizer.json")) == learnt
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"distill\.tokenizer: .* is no tokenizer"):
+    with pytest.raises(ConfigError, match=r"distill\.tokenizer: .* is not a tokenizer"):
         read_tokenizer(str(tmp_path))
 
 
