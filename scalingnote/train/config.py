@@ -68,13 +68,13 @@ class Losses(Config):
     )
 
 
-def prefix_lengths(named: Sequence[int], *, dim: int) -> tuple[int, ...]:
-    """Return the lengths of the prefixes that losses read: those `named`, and always the entire embedding.
+def prefix_lengths(lengths: Sequence[int], *, dim: int) -> tuple[int, ...]:
+    """Return the lengths of the prefixes that losses read: those in `lengths`, and always the full one.
 
-    Without the entire embedding, dimensions behind the longest prefix would be searched although no loss
+    Without the full length, dimensions behind the longest prefix would be searched although no loss
     trains them.
     """
-    within = tuple(length for length in named if length <= dim)
+    within = tuple(length for length in lengths if length <= dim)
     return within if dim in within else (*within, dim)
 
 
@@ -270,7 +270,7 @@ class Schedule(Config):
                 "choose ddp or fsdp2"
             )
         if self.optimizer.kind == "row_adam" and not isinstance(self.strategy, Ddp | None):
-            raise ValueError("optimizer.kind=row_adam moves whole tables: choose strategy ddp")
+            raise ValueError("optimizer.kind=row_adam needs unsharded tables: choose strategy ddp")
         if isinstance(self.strategy, Fsdp2) and self.optimizer.kind == "adamw_8bit":
             raise ValueError(
                 "optimizer.kind=adamw_8bit cannot step on the shards of fsdp2: choose adamw, or strategy ddp "

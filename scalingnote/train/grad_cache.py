@@ -229,10 +229,10 @@ def gradient_shares(engine: Engine, batch: Any, *, cache: GradCache) -> dict[str
 
 def measured_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the adapters of a module, else all trained parameters: up to MAX_GRADIENT_NUMBERS."""
-    learnt = trainable(module)
-    adapters = {name: value for name, value in learnt.items() if ADAPTER in name}
+    trained = trainable(module)
+    adapters = {name: value for name, value in trained.items() if ADAPTER in name}
     chosen, room = [], MAX_GRADIENT_NUMBERS
-    for value in (adapters or learnt).values():
+    for value in (adapters or trained).values():
         if value.numel() <= room:
             chosen.append(value)
             room -= value.numel()
@@ -257,10 +257,10 @@ def _of_parameters(
                 name, rows.rows(0, min(GRADIENT_ROWS, len(rows)))
             )
         pairs = [(value, upstream[key]) for key, value in embeddings.items()]
-        known = [(value, grad[: len(value)]) for value, grad in pairs if grad is not None]
-        if not known:
+        with_gradient = [(value, grad[: len(value)]) for value, grad in pairs if grad is not None]
+        if not with_gradient:
             continue
-        values, grads = zip(*known, strict=True)
+        values, grads = zip(*with_gradient, strict=True)
         gradients = torch.autograd.grad(surrogate(values, grads), parameters, allow_unused=True)
         for running_sum, gradient in zip(sums, gradients, strict=True):
             if gradient is not None:
@@ -269,4 +269,4 @@ def _of_parameters(
 
 
 def _product(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(one * other).sum() for one, other in zip(first, second, strict=True)]).sum()
+    return torch.stack([(factor * other).sum() for factor, other in zip(first, second, strict=True)]).sum()

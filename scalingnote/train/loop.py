@@ -79,7 +79,7 @@ class TrainingLoop:
     checkpoints: Checkpoints
     _: KW_ONLY
     section: str  # name of the stage in the log
-    steps: int  # of the whole run
+    steps: int  # of the entire run
     trackers: Sequence[Tracker] = ()  # on rank 0 only
     validation: ValidationSchedule | None = None  # when to measure, and which weights to keep
     validate: Callable[[], MetricValues] | None = None  # measures; returns the same numbers on all ranks
@@ -145,17 +145,17 @@ class TrainingLoop:
             self._track(step, {"lr": rate, **values_to_log})
         return values
 
-    def _finish_step(self, done: int) -> bool:
-        """Measure and save a checkpoint after `done` steps if due; return whether to stop early.
+    def _finish_step(self, steps_done: int) -> bool:
+        """Measure and save a checkpoint after `steps_done` steps if due; return whether to stop early.
 
         The last step has a checkpoint, too: writing the model (merged adapters, a table) can take long, and
         can fail.
         """
-        best, stop = self._measure(done)
+        best, stop = self._measure(steps_done)
         preempted = self._first_notice()
-        regular = done % self.schedule.checkpoint_every == 0 or done == self.steps
+        regular = steps_done % self.schedule.checkpoint_every == 0 or steps_done == self.steps
         if regular or stop or best or preempted:
-            self.checkpoints.save(done, self.engine, asdict(self.history), best=best)
+            self.checkpoints.save(steps_done, self.engine, asdict(self.history), best=best)
         if preempted:
             self.checkpoints.wait()
         return stop
@@ -179,18 +179,18 @@ class TrainingLoop:
         before, self._preempted = self._preempted, self.notice()
         return self._preempted and not before
 
-    def _measure(self, done: int) -> tuple[bool, bool]:
+    def _measure(self, steps_done: int) -> tuple[bool, bool]:
         """Validate if due; return whether to save this as the best, and whether to stop."""
         config, history = self.validation, self.history
-        if config is None or self.validate is None or (done % config.every and done < self.steps):
+        if config is None or self.validate is None or (steps_done % config.every and steps_done < self.steps):
             return False, False
         metrics = self.validate()
-        history.measured.append({"step": done, **{k: round(v, 6) for k, v in metrics.items()}})
-        self._track(done, {f"validation/{name}": value for name, value in metrics.items()})
+        history.measured.append({"step": steps_done, **{k: round(v, 6) for k, v in metrics.items()}})
+        self._track(steps_done, {f"validation/{name}": value for name, value in metrics.items()})
         value = metrics[config.metric]
         if not math.isnan(value) and (history.best_value is None or value > history.best_value):
-            history.best_step, history.best_value, history.worse = done, value, 0
-            return config.keeps_best and done < self.steps, False
+            history.best_step, history.best_value, history.worse = steps_done, value, 0
+            return config.keeps_best and steps_done < self.steps, False
         history.worse += 1
         return False, self._out_of_patience()
 

@@ -331,9 +331,9 @@ def _zero_where_not(scored: Tensor | None, values: Tensor) -> Tensor:
     return values if scored is None else values.masked_fill(~scored, 0.0)
 
 
-def _divergence(target: Tensor, own: Tensor, absent: Tensor | None) -> Tensor:
+def _divergence(target: Tensor, log_shares: Tensor, absent: Tensor | None) -> Tensor:
     """Compute the KL of each row of log probabilities; both are -inf for absent columns, which count as 0."""
-    difference = target - own
+    difference = target - log_shares
     if absent is not None:
         difference = difference.masked_fill(absent, 0.0)
     return (target.exp() * difference).sum(1)

@@ -122,8 +122,8 @@ class StageOne(Objective):
                 weighted["align"] = dense_alignment(queries, whole, candidates, config)
                 parts |= {name: weighted[name] for name in ("whole", "align")}
             if self._sparse:
-                more = self._sparse_losses(embedded["terms"], whole, candidates, self._sparse)
-                weighted, parts = weighted | more[0], parts | more[1]
+                sparse = self._sparse_losses(embedded["terms"], whole, candidates, self._sparse)
+                weighted, parts = weighted | sparse[0], parts | sparse[1]
         return weighted, parts
 
     def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:

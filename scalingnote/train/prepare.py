@@ -251,12 +251,12 @@ def merge_hashes(folder: str, name: str, *, files: int) -> UInt64[ndarray, " all
 
 
 def number_documents(
-    wanted: UInt64[ndarray, " named"], written: Sequence[JsonRecord], folder: str
+    wanted: UInt64[ndarray, " named"], records: Sequence[JsonRecord], folder: str
 ) -> Int64[ndarray, " named"]:
     """Return the row number of each wanted document, or MISSING_ROW or UNREADABLE_ROW."""
     place = np.full(len(wanted), tokens.MISSING_ROW, dtype=np.int64)
     start = 0
-    for record in written:
+    for record in records:
         for doc_id in record["problems"]:
             place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE_ROW
         for name, part in files_of([record]):

@@ -98,20 +98,20 @@ def train_tokenizers(towers: dict[str, AnyTower], *, texts: Callable[[], Iterabl
     stream can be read again.
     """
     sizes = {name: size for name, tower in towers.items() if (size := learnt_vocabulary(tower)) is not None}
-    learnt = {size: train_tokenizer(texts(), vocabulary=size) for size in sorted(set(sizes.values()))}
-    return {name: learnt[size] for name, size in sizes.items()}
+    by_size = {size: train_tokenizer(texts(), vocabulary=size) for size in sorted(set(sizes.values()))}
+    return {name: by_size[size] for name, size in sizes.items()}
 
 
 def tokenizer_texts(
-    triplets: Artifact, dataset: Artifact, named: Named, *, prefix: str = ""
+    triplets: Artifact, dataset: Artifact, doc_hashes: Named, *, prefix: str = ""
 ) -> Iterator[str]:
-    """Yield texts for the training of a tokenizer: each query once, then all fields of the `named` documents.
+    """Yield texts for the training of a tokenizer: each query once, then all fields of the documents.
 
-    `named` are sorted hashes of doc_ids behind `prefix`, as in :func:`of_set`; if there are too many, the
-    smallest ones are a fair sample.
+    `doc_hashes` are sorted hashes of the doc_ids behind `prefix`, as in :func:`of_set`; if there are too
+    many, the smallest ones are a fair sample.
     """
     yield from distinct_queries(triplets, "triplets")
-    sampled = named[:_TOKENIZER_TEXTS]
+    sampled = doc_hashes[:_TOKENIZER_TEXTS]
     parts = dataset.table_parts("documents")
     for batch in read_columns(dataset, parts, DOCUMENT_COLUMNS, prefix=prefix):
         rows = batch.filter(pa.array(in_sorted(hash_of(batch["doc_id"]), sampled)))
@@ -248,8 +248,7 @@ def triplet_columns(
     rows are divided into tables.
 
     Raises:
-        TrainingError: triplets name a document that is not among `wanted`, or have the wrong number of
-            scores.
+        TrainingError: triplets name a document without a row number, or have a wrong number of scores.
     """
     ids = pa.chunked_array(
         [*triplets["positive"].chunks, *pc.list_flatten(triplets["negatives"]).chunks], pa.string()
@@ -312,9 +311,9 @@ def row_numbers(
     hashes: UInt64[ndarray, " hashes"], wanted: Named, place: Places
 ) -> Int64[ndarray, " hashes"]:
     """Look up row numbers of documents by the hashes of their ids; MISSING_ROW if not in `wanted`."""
-    known = in_sorted(hashes, wanted)
+    is_known = in_sorted(hashes, wanted)
     rows = np.full(len(hashes), MISSING_ROW, dtype=np.int64)
-    rows[known] = place[np.searchsorted(wanted, hashes[known])]
+    rows[is_known] = place[np.searchsorted(wanted, hashes[is_known])]
     return rows
 
 

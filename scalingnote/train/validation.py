@@ -206,8 +206,8 @@ def _rows_of_distinct_queries(
     chosen: dict[int, int] = {}
     for start in range(0, len(rows), count):
         numbers = np.arange(start, min(start + count, len(rows)))
-        drawn = permute(numbers, size=len(rows), key=key)
-        for row, query in zip(drawn.tolist(), rows.values("query", drawn).tolist(), strict=True):
+        row_numbers = permute(numbers, size=len(rows), key=key)
+        for row, query in zip(row_numbers.tolist(), rows.values("query", row_numbers).tolist(), strict=True):
             chosen.setdefault(query, row)
         if len(chosen) >= count:
             break

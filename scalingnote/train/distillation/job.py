@@ -197,9 +197,9 @@ def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) 
     if config.tokenizer == "teacher":
         return student.teacher_tokenizer(parents["query_embeddings"])
     triplets, dataset = parents["triplets"], parents["dataset"]
-    named, _ = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
+    doc_hashes, _ = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
     tokenizers = tokens.train_tokenizers(
-        {"document": config.document}, texts=lambda: tokens.tokenizer_texts(triplets, dataset, named)
+        {"document": config.document}, texts=lambda: tokens.tokenizer_texts(triplets, dataset, doc_hashes)
     )
     return tokenizers["document"]
 

@@ -215,8 +215,8 @@ def _document_matching(
     """Compute the mean over each row's documents, and over rows."""
     index, present = candidates.index, candidates.present
     share = index.shape[1] / present.sum(1, keepdim=True).clamp(min=1)
-    each = (weights[:, None] * share * present).flatten()
-    return embedding_matching(teacher[index.flatten()], student[index.flatten()], weights=each)
+    factors = (weights[:, None] * share * present).flatten()
+    return embedding_matching(teacher[index.flatten()], student[index.flatten()], weights=factors)
 
 
 def _as_compared(vectors: Float[Tensor, "rows dim"], similarity: Similarity) -> Float[Tensor, "rows dim"]:
@@ -250,7 +250,7 @@ class LessonBatches:
     def _candidates(
         self, chosen: Int64[ndarray, " rows"], weights: Float[Tensor, " rows"]
     ) -> LessonCandidates:
-        rows, stored, facts = self.store["rows"], self.store["documents"], self.store.facts
+        rows, table, facts = self.store["rows"], self.store["documents"], self.store.facts
         documents = rows.values("documents", chosen)
         answered = torch.from_numpy(documents[:, 0] != ABSENT)
         # Generated queries have no documents. The losses over candidates are means only over the triplets:
@@ -260,9 +260,9 @@ class LessonBatches:
         distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)
         texts = None
         if self.document_pad is not None:
-            texts = collate(stored.tokens(distinct), pad=self.document_pad, packed=True)
+            texts = collate(table.tokens(distinct), pad=self.document_pad, packed=True)
         return LessonCandidates(
-            embeddings=torch.from_numpy(stored.values("teacher", distinct).astype(np.float32)),
+            embeddings=torch.from_numpy(table.values("teacher", distinct).astype(np.float32)),
             index=torch.from_numpy(index.reshape(documents.shape)),
             weights=weights * answered * share,
             query_ids=torch.from_numpy(rows.values("query", chosen)),

@@ -248,9 +248,9 @@ def _rows_of_slice(
         wanted=read_array(fs.join(folder, "document_hashes.arrow")),
         place=read_array(fs.join(folder, "place.arrow")),
     )
-    known, queries = read_array(fs.join(folder, "queries.arrow")), np.asarray(columns["query"])
-    at = np.searchsorted(known, queries)
-    if (at == len(known)).any() or (known[at] != queries).any():
+    lesson_queries, queries = read_array(fs.join(folder, "queries.arrow")), np.asarray(columns["query"])
+    at = np.searchsorted(lesson_queries, queries)
+    if (at == len(lesson_queries)).any() or (lesson_queries[at] != queries).any():
         raise TrainingError("triplets contain queries that the teacher has not embedded: re-run teacher")
     lesson = read_array(fs.join(folder, "lessons.arrow"))[at]
     names = ("query", "documents", "known", "weight", "scores")
