@@ -101,13 +101,13 @@ class Sparse(Config):
 
 
 class Ddp(Config):
-    """Every rank holds all weights; gradients are averaged."""
+    """Strategy with all weights on every rank; gradients are averaged."""
 
     kind: Literal["ddp"] = "ddp"
 
 
 class Fsdp2(Config):
-    """Weights, gradients and optimizer state are sharded over the ranks (torch `fully_shard`)."""
+    """Strategy with weights, gradients and optimizer state sharded over the ranks (torch `fully_shard`)."""
 
     kind: Literal["fsdp2"] = "fsdp2"
     reshard: bool = Field(True, description="free a layer's gathered weights between forward and backward")
@@ -115,7 +115,7 @@ class Fsdp2(Config):
 
 
 class DeepSpeed(Config):
-    """ZeRO: sharded optimizer state (1), gradients too (2), weights too (3)."""
+    """Strategy ZeRO: sharded optimizer state (1), gradients too (2), weights too (3)."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     stage: Literal[1, 2, 3] = Field(3, description="stage of ZeRO")
@@ -142,7 +142,7 @@ class Memory(Config):
 
 
 class Batching(Config):
-    """Which rows form a batch: a pure function of step and seed."""
+    """Selection of the rows of a batch: a pure function of step and seed."""
 
     sources: Literal["mixed", "homogeneous"] = Field(
         "mixed", description="homogeneous: all rows of a batch, on all ranks, have one source and hop"
@@ -150,7 +150,7 @@ class Batching(Config):
 
 
 class DataAccess(ExecutionConfig):
-    """How ranks read the training rows. Batches have the same rows with every setting."""
+    """Access of ranks to the training rows. Batches have the same rows with every setting."""
 
     copy_limit_gb: float = Field(
         32.0,
@@ -162,7 +162,7 @@ class DataAccess(ExecutionConfig):
 
 
 class ValidationSchedule(Config):
-    """When to measure on held-out queries during training; for both stages."""
+    """Schedule of measurements on held-out queries during training; for both stages."""
 
     metric: ClassVar[str]  # chooses the best checkpoint: larger is better
     every: int = Field(200, ge=1, description="steps between measurements")
@@ -302,7 +302,7 @@ class MixtureSet(Config):
 
 
 class TrainConfig(Schedule):
-    """Stage I: both towers are trained together."""
+    """Stage I: joint training of both towers."""
 
     query: QueryTowerConfig = TowerConfig(max_length=32)
     document: TowerConfig = TowerConfig(max_length=96)
@@ -380,7 +380,7 @@ class TrainConfig(Schedule):
 
     @property
     def shares_backbone(self) -> bool:
-        """Whether both towers are one backbone, its adapter included."""
+        """Whether both towers are one backbone, including its adapter."""
         return isinstance(self.query, TokenWiseConfig) and self.query.backbone is None
 
     @property
@@ -411,7 +411,7 @@ class CrossEncoderLosses(Config):
 
 
 class DualPooledConfig(Schedule):
-    """A cross-encoder whose score compares two pooled states (EmbedDistill, section 4.2, appendix B)."""
+    """A cross-encoder that compares two pooled states (EmbedDistill, section 4.2, appendix B)."""
 
     backbone: BackboneConfig = Scratch(architecture="bert")
     pooling: Literal["special", "segments"] = Field(

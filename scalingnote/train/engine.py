@@ -173,8 +173,7 @@ class Engine:
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load the result of :meth:`Engine.weights` into a new module of the same kind."""
-    # Not strict: frozen parameters have no weights here, and parameters that two towers share have a name in
-    # each.
+    # Not strict: frozen parameters have no weights here, and those that two towers share have two names.
     unknown = module.load_state_dict(dict(weights), strict=False).unexpected_keys
     assert not unknown, f"weights of another module: {unknown[:4]}"
 
@@ -431,7 +430,7 @@ def join_process_group(rank: int, world: int, store: str, backend: str, timeout_
     """
     loopback = _loopback_interface()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    # Without the =, NCCL uses every interface with a name that begins so.
+    # Without the =, NCCL uses every interface with a name that begins with this one.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
     dist.init_process_group(
         backend,

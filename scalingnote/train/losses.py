@@ -146,8 +146,8 @@ def prefixes(*embeddings: Float[Tensor, "..."], dims: Sequence[int]) -> Iterator
 
     The caller adds the losses up.
     """
-    # Alternative: add up the products of blocks of dimensions, and divide the sums by norms. That takes half
-    # the multiplications but more passes over [queries, docs], which cost most: 1.5 times slower.
+    # Adding up products of blocks of dimensions, then dividing by norms, takes half the multiplications but
+    # more passes over [queries, docs], which cost most: 1.5 times slower.
     for dim in dims:
         yield [F.normalize(embedding[..., :dim], dim=-1) for embedding in embeddings]
 

@@ -76,8 +76,7 @@ class DdpEngine(Engine):
         lower_frozen(module, self._dtype)  # first, or twice the bytes would be copied to a GPU
         module.to(device)
         self._optimize(schedule.optimizer)
-        # GradCache runs many backward passes a step without the wrapper: it averages once, after the last
-        # one.
+        # GradCache runs many backward passes a step without the wrapper: it averages once, at the end.
         if world_size() > 1 and schedule.memory.grad_cache is None:
             # The wrapper averages gradients while they are computed.
             self._forward = DistributedDataParallel(
@@ -256,8 +255,7 @@ class ZeroEngine(Engine):
     def _partitions(self) -> dict[str, Tensor]:
         """Return this rank's float32 partitions, by their names in a checkpoint."""
         zero = self._engine.optimizer
-        # Attributes of stage 3, of stages 1 and 2, and of stage 1 in bfloat16, which has a separate optimizer
-        # class.
+        # Of stage 3, of stages 1 and 2, and of stage 1 in bfloat16, which has a separate optimizer class.
         names = (
             "fp32_partitioned_groups_flat",
             "single_partition_of_fp32_groups",
@@ -300,7 +298,7 @@ def _import_deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # launchers set it, including Ray
     if device.type == "cpu":
-        # Otherwise DeepSpeed tries which of its kernels the compilers can build, and compiles a faster
+        # Otherwise DeepSpeed checks which of its kernels the compilers can build, and compiles a faster
         # all-reduce between processes of a machine. Nothing here needs any of them.
         deepspeed.ops.__compatible_ops__ = {}
     return deepspeed

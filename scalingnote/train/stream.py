@@ -57,7 +57,7 @@ _INTERMEDIATE = ("places", "rows", "wanted", "tokens")
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """How the steps of a run are divided into chunks, and the rows of a step into cells."""
+    """Division of the steps of a run into chunks, and of the rows of a step into cells."""
 
     steps: int
     batch: int  # rows of a step, over all ranks

@@ -79,7 +79,7 @@ def encode_rows(
     longest_first = np.argsort([-len(row.ids) for row in rows], kind="stable")
     world = world_size()
     share = -(-len(rows) // world)
-    # In turn, so that ranks get rows of equal length; the last row is repeated to make shares equal.
+    # In turn, so that ranks get rows of similar length; the last row is repeated to make shares equal.
     row_numbers = longest_first[np.minimum(np.arange(share) * world + rank(), len(rows) - 1)].tolist()
     encode = cast(Any, engine.module).embeddings
     parts = []

@@ -40,8 +40,8 @@ MAX_AGREEMENT_QUERIES = 1000  # number of held-out texts that are compared
 MAX_DOCUMENTS = 1000  # number of documents that are searched: half a minute to encode with a small teacher
 TIMED_TEXTS, WARM_UP_TEXTS = 64, 3
 # A linear fit from the overlap@10 of tables to the share of the teacher's nDCG@10 that they keep, its largest
-# error on a collection that the fit leaves out, and the range of the measurements. Source:
-# benchmarks/front_door.py (a test compares).
+# error on a collection that the fit leaves out, and the range of measurements, from benchmarks/front_door.py
+# (a test compares).
 KEPT_START, KEPT_PER_OVERLAP, KEPT_ERROR = 0.281, 1.01, 0.08
 MEASURED_OVERLAPS, MEASURED_COLLECTIONS = (0.575, 0.728), 6
 MEASURED_STUDENTS = ("static", "table")

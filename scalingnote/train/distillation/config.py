@@ -71,7 +71,7 @@ class StudentValidation(ValidationSchedule):
 
 
 class DistillConfig(Schedule):
-    """A student query tower learns the teacher's query embeddings."""
+    """Stage II: training of a student query tower on the teacher's query embeddings."""
 
     student: StudentConfig = TowerConfig(backbone=Scratch(architecture="bert"), max_length=32)
     document: TowerConfig | None = Field(

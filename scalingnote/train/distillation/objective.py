@@ -253,8 +253,8 @@ class LessonBatches:
         rows, table, facts = self.store["rows"], self.store["documents"], self.store.facts
         documents = rows.values("documents", chosen)
         answered = torch.from_numpy(documents[:, 0] != ABSENT)
-        # Generated queries have no documents. The losses over candidates are means only over the triplets:
-        # this factor produces such means in expectation, without an exchange between ranks.
+        # Generated queries have no documents, and the losses over candidates are means only over the
+        # triplets: this factor makes them so in expectation, without an exchange between ranks.
         share = sum(facts["sizes"].values()) / facts["sizes"]["triplets"]
         # Document 0 replaces all absent ones; it is masked, and encoded at most once.
         distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)

@@ -143,7 +143,7 @@ def _write_candidates(
                 "encode.views"
             )
     of_triplets = slices(sources.triplets, "triplets")
-    # Names of documents and queries in the training rows: sorted hashes, 8 bytes each.
+    # Documents and queries that the training rows name: sorted hashes, 8 bytes each.
     name_records = run("names", partial(_hashes_of_slice, sources=sources, folder=folder), of_triplets)
     wanted = merge_hashes(folder, "document_hashes", files=len(of_triplets))
     merge_hashes(folder, "query_hashes", files=len(of_triplets))
@@ -213,8 +213,7 @@ def _documents_of_slice(item: NumberedSlice, *, sources: CandidateSources, folde
                 texts, prompt=sources.prompt, wanted=np.sort(hashes[is_wanted])
             )
             problems |= unreadable
-            # Both are in the dataset's order; embeddings may not include documents that the teacher could not
-            # read.
+            # Both are in the dataset's order; embeddings have no documents that the teacher could not read.
             both = pa.array(np.isin(hashes[is_wanted], np.asarray(token_rows["hash"])))
             columns = {name: column.filter(both) for name, column in columns.items()}
             columns |= {name: token_rows[name] for name in ("ids", "positions")}

@@ -93,8 +93,7 @@ def train_word_pieces(texts: Iterable[str], *, vocabulary: int) -> str:
     texts, normalizer, splitter = list(texts), BertNormalizer(), BertPreTokenizer()
     words = (word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
     inner = sorted({character for word in words for character in word[1:]})
-    # Passed to the trainer, or it would number them in the order of a hash map, which differs between
-    # processes.
+    # Passed to the trainer, or it would number them in the order of a hash map, different in each process.
     special = [UNKNOWN, *(f"##{character}" for character in inner)]
     trainer = WordPieceTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
     learner = Tokenizer(WordPiece(unk_token=UNKNOWN))
