@@ -103,7 +103,7 @@ class Agreement:
     """One query at a time, from the median time, on this machine under its current load."""
     student_bytes: int
     teacher_queries_per_s: float | None = None
-    """None if only the vectors of the teacher are known, the same as its size."""
+    """None if only the vectors of the teacher are known; this also applies to its size."""
     teacher_bytes: int | None = None
 
     def measures(self) -> dict[str, float]:
