@@ -146,7 +146,7 @@ def test_agreement_is_measured_on_queries_with_vectors(tmp_path: Path, capsys: p
     assert cli.main([*words, *sets("vectors.validation_share=0.2")]) == 0
     output = capsys.readouterr().out
     assert "mean cosine to the teacher" in output
-    measured = re.search(r"on (\d+) held-out texts; what .* cannot be told: .*; 0 rows set aside", output)
+    measured = re.search(r"on (\d+) held-out texts; its share .* is unknown: .*; 0 rows set aside", output)
     assert measured is not None
     assert 20 < int(measured[1]) < 60  # a fifth of 200 queries, by their hashes; no text
     assert f"into the space of {file}'s vectors" in output

@@ -3,9 +3,9 @@
     {uri}/step-000000400/shard-00001-....safetensors   one file per rank, written by torch's DCP
     {uri}/step-000000400/checkpoint.json               written last: without it there is no checkpoint
 
-DCP stores the position of each shard in its tensor, so another number of ranks can read a state of the same
-layout: each rank reads only the ranges that it needs, without a copy of the files. Tensors are copied before
-:meth:`Checkpoints.save` returns; files are written while training continues.
+DCP stores the position of each shard in its tensor, so a different number of ranks can read a state of the
+same layout: each rank reads only the ranges that it needs, without a copy of the files.
+:meth:`Checkpoints.save` copies the tensors before it returns; the files are written while training continues.
 """
 
 import json
@@ -45,9 +45,9 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.train.engine import WHOLE, Engine, rank
 
 MARKER = "checkpoint.json"
-KEEP = 2  # of the newest checkpoints
-PARALLEL_READS = 16  # threads, which wait for the store
-HEADER_BYTES = 8  # of the header's length, before it
+KEEP = 2  # number of the newest checkpoints that are not deleted
+PARALLEL_READS = 16  # threads: they mostly wait for the store
+HEADER_BYTES = 8  # size of the number before the header, which is the header's length
 STAGING = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
@@ -59,15 +59,15 @@ class CheckpointInfo:
 
     step: int
     notes: dict[str, Any]  # the loop's own state, as JSON
-    layout: str  # of the tensors, see Engine.layout
-    best: bool  # it was the best when it was written
+    layout: str  # layout of the tensors, see Engine.layout
+    best: bool  # whether it was the best when it was written
     files: dict[str, int]  # sizes in bytes
 
 
 class Checkpoints:
-    """Checkpoints below a URI that every rank reaches: the newest KEEP, and the best one.
+    """Checkpoints below a URI that every rank can read and write: the newest KEEP, and the best one.
 
-    Every rank makes the same calls. Incomplete checkpoints of an interrupted run are deleted first.
+    Every rank makes the same calls. The constructor deletes incomplete checkpoints of an interrupted run.
     """
 
     def __init__(self, uri: str) -> None:
@@ -83,35 +83,36 @@ class Checkpoints:
         self._barrier()
 
     def save(self, step: int, source: Engine, notes: dict[str, Any], *, best: bool = False) -> None:
-        """Begin to write the checkpoint after `step` steps, when the one before it is written.
+        """Start to write the checkpoint after `step` steps, when the previous one is written.
 
-        The state of `source` is copied before this returns; `notes` are returned by :meth:`restore`. A `best`
+        The state of `source` is copied before this method returns; :meth:`restore` returns `notes`. A `best`
         checkpoint replaces the best one so far.
         """
         self.wait()
         uri = fs.join(self.uri, _name(step))
         state = DefaultStager(STAGING).stage(source.state())
         marker = {"step": step, "notes": notes, "layout": source.layout, "best": best}
-        # Not DCP's async_save: when that is done, our marker is still missing.
+        # DCP's async_save cannot be used: when it has finished, our marker is still missing.
         with self._without_dcp_warning():
             self._pending = self._thread.submit(self._write, state, uri, marker)
             if self._group is None:
                 wait([self._pending])
 
     def wait(self) -> None:
-        """Return when nothing is being written; raises the error of the background thread."""
+        """Wait until nothing is being written; raise the error of the background thread if it has one."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
     def restore(self, target: Engine, *, best: bool = False) -> CheckpointInfo | None:
-        """Fill `target` from the newest (or the best) complete checkpoint; None when there is none.
+        """Fill `target` from the newest (or the best) complete checkpoint; return None if there is none.
 
-        TrainingError when it was written in another layout, such as for another number of ranks.
+        Raises:
+            TrainingError: it was written in another layout, for example for another number of ranks.
         """
         self.wait()
         self._barrier()
-        info = next((found for found in self._newest_first() if found.best or not best), None)
+        info = next((candidate for candidate in self._newest_first() if candidate.best or not best), None)
         if info is None:
             return None
         uri = fs.join(self.uri, _name(info.step))
@@ -120,21 +121,21 @@ class Checkpoints:
                 f"{uri} was written as {info.layout!r}, this run reads {target.layout!r}: resume it with "
                 "the same strategy and number of workers, or delete it to start again"
             )
-        # Any number of ranks reads all files of the layout WHOLE; else each reads its own.
-        own = "" if info.layout == WHOLE else f"shard-{rank() + 1:05d}-"
+        # Each rank reads all files of the layout WHOLE; of another layout, each reads its own files.
+        prefix = "" if info.layout == WHOLE else f"shard-{rank() + 1:05d}-"
         state = target.state()
-        reader = _ShardReader(uri, [name for name in info.files if name.startswith(own)])
+        reader = _ShardReader(uri, [name for name in info.files if name.startswith(prefix)])
         with self._without_dcp_warning():
             load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         target.after_restore(state)
         return info
 
     def _newest_first(self) -> Iterator[CheckpointInfo]:
-        """The complete checkpoints."""
+        """Yield the markers of the complete checkpoints."""
         return filter(None, map(self._complete, reversed(self._folders())))
 
     def _write(self, state: Any, uri: str, marker: dict[str, Any]) -> None:
-        """Every rank writes its shards; when all are there, rank 0 writes the marker."""
+        """Write the shards of this rank; when all ranks have written theirs, rank 0 writes the marker."""
         filesystem, path = fs.resolve(uri)
         if isinstance(filesystem, LocalFileSystem):
             self._write_shards(state, path)
@@ -154,7 +155,7 @@ class Checkpoints:
         save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
     def _prune(self) -> None:
-        best = next((_name(found.step) for found in self._newest_first() if found.best), None)
+        best = next((_name(info.step) for info in self._newest_first() if info.best), None)
         for name in self._folders()[:-KEEP]:
             if name != best:
                 fs.delete(fs.join(self.uri, name))
@@ -164,7 +165,7 @@ class Checkpoints:
         return sorted(name for name in names if name.startswith("step-"))
 
     def _complete(self, name: str) -> CheckpointInfo | None:
-        """The marker of a folder; None where it, a file or a part of one is missing."""
+        """Return the marker of a folder; None if the marker, a file or a part of a file is missing."""
         sizes = fs.list_files(fs.join(self.uri, name))
         if MARKER not in sizes:
             return None
@@ -173,9 +174,9 @@ class Checkpoints:
 
     @contextmanager
     def _without_dcp_warning(self) -> Iterator[None]:
-        """Silence DCP's warning that a process without a group (a notebook, a test) is alone.
+        """Silence DCP's warning about a process without a group (a notebook, a test).
 
-        Such a process waits for its files, since warning filters belong to all threads.
+        Such a process waits for its files, because warning filters apply to all threads.
         """
         with warnings.catch_warnings() if self._group is None else nullcontext():
             if self._group is None:
@@ -191,7 +192,7 @@ def _name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-# --- reading: each rank the bytes of its own shards, from any filesystem ------------------------------------
+# --- reading: each rank reads the bytes of its own shards, from any filesystem ------------------------------
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class _StoredChunk:
     shape: tuple[int, ...]
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """A block of the chunk; the rows of its first dimension are read as one range."""
+        """Read a block of the chunk; the rows of its first dimension are read as one range."""
         row = self.shape[1:]
         first, count = (offsets[0], lengths[0]) if self.shape else (0, 1)
         block = torch.empty((count, *row), dtype=self.dtype)
@@ -222,29 +223,29 @@ class _ShardReader(FileSystemReader):
     """Reader of the files of HuggingFaceStorageWriter at any URI.
 
     torch's own reader needs local files, so every node would first copy the shards of all ranks: 170 GB for
-    two 7B towers with their moments. This one reads the headers of all files, then the ranges that a rank
+    two 7B towers with their moments. This reader reads the headers of all files, then the ranges that a rank
     needs, for any number of ranks that wrote them.
     """
 
     storage_data: dict[MetadataIndex, _StoredChunk]
 
     def __init__(self, uri: str, names: Sequence[str]) -> None:
-        """Of the files `names` below `uri`."""
+        """Store the URIs of the files `names` below `uri`."""
         super().__init__(path=uri)
         self._uris = [fs.join(uri, name) for name in names if name.endswith(".safetensors")]
 
     def read_metadata(self) -> Metadata:
-        """Shape and place of every piece of every tensor, from the files' headers."""
+        """Read shape and place of every piece of every tensor from the headers of the files."""
         with ThreadPoolExecutor(PARALLEL_READS) as pool:
             headers = list(pool.map(_header, self._uris))
         chunks: dict[MetadataIndex, _StoredChunk] = {}
         tensors: dict[str, TensorStorageMetadata] = {}
         for uri, (header, end) in zip(self._uris, headers, strict=True):
             offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-            for name, about in header.items():
-                shape, dtype = torch.Size(about["shape"]), _getdtype(about["dtype"])
+            for name, entry in header.items():
+                shape, dtype = torch.Size(entry["shape"]), _getdtype(entry["dtype"])
                 offset = torch.Size(offsets[name]["saved_offsets"] if name in offsets else [0] * len(shape))
-                start = end + about["data_offsets"][0]
+                start = end + entry["data_offsets"][0]
                 chunks[MetadataIndex(name, offset)] = _StoredChunk(uri, start, dtype, shape)
                 tensor = tensors.setdefault(
                     name, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
@@ -252,26 +253,26 @@ class _ShardReader(FileSystemReader):
                 tensor.chunks.append(ChunkStorageMetadata(offset, shape))
                 ends = map(sum, zip(offset, shape, strict=True))
                 tensor.size = torch.Size(map(max, zip(ends, tensor.size, strict=True)))
-        about_load = StorageMeta(load_id=self.load_id)
-        return Metadata(state_dict_metadata=tensors, storage_data=chunks, storage_meta=about_load)  # type: ignore[arg-type]
+        load_info = StorageMeta(load_id=self.load_id)
+        return Metadata(state_dict_metadata=tensors, storage_data=chunks, storage_meta=load_info)  # type: ignore[arg-type]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Fill the tensors of a rank."""
 
         def read(item: ReadItem) -> None:
             target = planner.resolve_tensor(item).detach()
-            found = self.storage_data[item.storage_index].read(item.storage_offsets, item.lengths)
-            target.copy_(found)
+            block = self.storage_data[item.storage_index].read(item.storage_offsets, item.lengths)
+            target.copy_(block)
             planner.commit_tensor(item, target)
 
         with ThreadPoolExecutor(PARALLEL_READS) as pool:
             list(pool.map(read, plan.items))
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        finished: torch.futures.Future[None] = torch.futures.Future()
+        finished.set_result(None)
+        return finished
 
 
 def _header(uri: str) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the byte at which its data begin."""
+    """Read the header of a safetensors file, and return it with the byte at which the data begin."""
     (size,) = struct.unpack("<Q", fs.read_range(uri, 0, HEADER_BYTES))
     return json.loads(fs.read_range(uri, HEADER_BYTES, size)), HEADER_BYTES + size

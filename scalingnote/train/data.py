@@ -4,11 +4,13 @@
     Order   step ─► places in the epoch ─permuted─► slots ─► part and draw ─permuted─► rows
 
 A random order over a hundred million rows needs no memory, and all ranks of a machine share the page cache.
-The order has no state: a resumed run, a restarted worker or another number of ranks sees the same batches.
+The order has no state: a resumed run, a restarted worker or a different number of ranks reads the same
+batches.
 
-Rows are numbered part after part; a part is one source and hop. An epoch has as many slots per part as the
-part has rows, times the epochs of a mixture's set. The draws from a part follow one permutation of it after
-the other, across epochs, so a large part with few epochs is read whole before a row repeats.
+Rows are numbered part after part; a part is one source and hop. In an epoch, a part has as many slots as
+rows; in a mixture, this number is multiplied by the epochs of the set. The draws from a part follow one
+permutation of it after the other, across epochs, so all rows of a large part with few epochs are read before
+a row repeats.
 """
 
 import json
@@ -31,9 +33,9 @@ from scalingnote.train.config import Batching, Schedule
 from scalingnote.triplets.collect.association import mix_bits
 
 STORE = "store.json"
-ABSENT = -1  # in place of a document's row number, where a row has fewer negatives than others
+ABSENT = -1  # in place of a document's row number, if a row has fewer negatives than others
 _FEISTEL_ROUNDS = 12
-_SLOTS, _PART = range(2)  # purpose of a permutation, part of its key: equal keys would correlate
+_SLOTS, _PART = range(2)  # purpose of a permutation, part of its key: equal keys would correlate them
 RowNumbers = Int64[ndarray, " rows"]
 BatchRows = Int64[ndarray, " batch"]
 
@@ -42,7 +44,7 @@ class RowTable:
     """Rows of several Arrow files, numbered from the first row of the first file."""
 
     def __init__(self, files: Sequence[Path | pa.Table]) -> None:
-        """Of files, which are mapped, or of tables of one chunk."""
+        """Open files, which are mapped, or tables of one chunk."""
         self._tables = [_map(file) if isinstance(file, Path) else file for file in files]
         self._ends = np.cumsum([len(table) for table in self._tables], dtype=np.int64)
         self._views: dict[tuple[int, str], tuple[ndarray | None, ndarray]] = {}
@@ -51,18 +53,18 @@ class RowTable:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def values(self, name: str, rows: RowNumbers) -> Shaped[ndarray, "rows ..."]:
-        """A column of fixed width."""
+        """Read a column of fixed width."""
         file, within = file_and_row(rows, self._ends)
         first = self._view(0, name)[1]
         out = np.empty((len(rows), *first.shape[1:]), first.dtype)
-        # File by file: one indexing of a mapped array takes many rows.
+        # File by file: one index operation on a mapped array takes many rows.
         for number in np.unique(file).tolist():
             chosen = file == number
             out[chosen] = self._view(number, name)[1][within[chosen]]
         return out
 
     def lists(self, name: str, rows: RowNumbers) -> list[ndarray]:
-        """A column of lists."""
+        """Read a column of lists."""
         out = []
         for number, row in zip(*(part.tolist() for part in file_and_row(rows, self._ends)), strict=True):
             offsets, values = self._view(number, name)
@@ -71,14 +73,14 @@ class RowTable:
         return out
 
     def tokens(self, rows: RowNumbers) -> list[TokenRow]:
-        """Token rows as a prompt made them."""
+        """Read token rows as a prompt made them."""
         positions = self.values("positions", rows).tolist()
         return [
             TokenRow(ids.tolist(), at) for ids, at in zip(self.lists("ids", rows), positions, strict=True)
         ]
 
     def _view(self, file: int, name: str) -> tuple[ndarray | None, ndarray]:
-        """Offsets (of lists) and values of a file's column, as arrays over the mapped bytes."""
+        """Return the offsets (of lists) and values of a file's column, as arrays over the mapped bytes."""
         if (file, name) not in self._views:
             column = self._tables[file][name].chunk(0)
             kind = column.type
@@ -93,7 +95,7 @@ class RowTable:
 
 
 def file_and_row(rows: RowNumbers, ends: Int64[ndarray, " files"]) -> tuple[RowNumbers, RowNumbers]:
-    """The file of each row of a table, and its number there; files end before the rows `ends`."""
+    """Return the file of each row of a table, and its number there; files end before the rows `ends`."""
     file = np.searchsorted(ends, rows, side="right")
     starts = np.concatenate([[0], ends[:-1]])
     return file, rows - starts[file]
@@ -122,53 +124,53 @@ class Store:
 
     @classmethod
     def open(cls, uri: str, tables: Sequence[str] | None = None) -> "Store":
-        """Map the `tables` (all, by default) of a finished store; a remote one is copied to the machine."""
+        """Map the `tables` (default: all) of a finished store; a remote store is copied to this machine."""
         index = json.loads(fs.read_bytes(fs.join(uri, STORE)))
-        kept = {table: index["tables"][table] for table in tables or index["tables"]}
-        names = [name for files in kept.values() for name, *_ in files]
-        # The index holds the sums of all files: a store of other contents is another version.
+        selected = {table: index["tables"][table] for table in tables or index["tables"]}
+        names = [name for files in selected.values() for name, *_ in files]
+        # The index holds the checksums of all files, so a store with other contents has another version.
         folder = fs.download(uri, names, version=json.dumps(index, sort_keys=True))
         return cls(
-            {table: RowTable([folder / name for name, *_ in files]) for table, files in kept.items()},
+            {table: RowTable([folder / name for name, *_ in files]) for table, files in selected.items()},
             index["facts"],
         )
 
     @staticmethod
     def files(uri: str, table: str) -> list[StoredFile]:
-        """The files of a table of a finished store, in order."""
+        """List the files of a table of a finished store, in order."""
         index = json.loads(fs.read_bytes(fs.join(uri, STORE)))
         return [StoredFile(name, rows, size) for name, _, rows, size in index["tables"][table]]
 
     @staticmethod
     def finish(uri: str, tables: Mapping[str, Sequence[tuple[str, Part]]], facts: Mapping[str, Any]) -> None:
-        """Write the index of each table's files, in order; from then on the store can be opened."""
-        listed = {
+        """Write the index of the files of each table, in order; after this the store can be opened."""
+        entries = {
             table: [(name, part.sha256, part.rows, part.bytes) for name, part in files]
             for table, files in tables.items()
         }
-        text = json.dumps({"tables": listed, "facts": facts}, indent=1)
+        text = json.dumps({"tables": entries, "facts": facts}, indent=1)
         fs.write_bytes(fs.join(uri, STORE), text.encode())
 
     @staticmethod
     def facts_of(uri: str) -> dict[str, Any]:
-        """The counts of a finished store, without mapping its files."""
+        """Read the counts of a finished store, without mapping its files."""
         facts: dict[str, Any] = json.loads(fs.read_bytes(fs.join(uri, STORE)))["facts"]
         return facts
 
     @staticmethod
     def is_complete(uri: str) -> bool:
-        """Whether the store at `uri` is complete."""
+        """Return whether the store at `uri` is complete."""
         return fs.exists(fs.join(uri, STORE))
 
 
 def one_chunk(columns: Mapping[str, pa.Array]) -> pa.Table:
-    """A table of one record batch, which is what :class:`RowTable` can map."""
+    """Build a table of one record batch, the form that :class:`RowTable` can map."""
     return pa.table(dict(columns)).combine_chunks()
 
 
 def _map(path: Path) -> pa.Table:
     try:
-        with pa.memory_map(str(path)) as source:  # closed at once: the mapping stays, the descriptor need not
+        with pa.memory_map(str(path)) as source:  # closed at once: only the mapping stays
             table = pa.ipc.open_file(source).read_all()
     except (FileNotFoundError, pa.ArrowInvalid) as error:
         raise ArtifactError(
@@ -188,32 +190,32 @@ class Order:
         batching: Batching | None = None,
         epochs: Mapping[str, float] | None = None,
     ) -> None:
-        """Of a run.
+        """Divide the rows of a run into batches.
 
         Args:
-            schedule: batch, seed and length of the run.
-            sizes: rows of each part (``click/one``; of a mixture, each set), in the order in which rows are
-                numbered.
+            schedule: batch size, seed and length of the run.
+            sizes: rows of each part (``click/one``; in a mixture, of each set), in the order in which rows
+                are numbered.
             batching: which rows form a batch; mixed by default.
             epochs: passes over each set of a mixture.
 
         Raises:
-            DataError: fewer rows than one global batch.
+            DataError: there are fewer rows than one global batch.
             ConfigError: a part is too small for one batch in an epoch.
         """
         self._batch, self._seed = schedule.global_batch, schedule.seed % 2**64
         self._sizes = np.array(list(sizes.values()), dtype=np.int64)
         self._homogeneous = batching is not None and batching.sources == "homogeneous"
         passes = [epochs[part] for part in sizes] if epochs else 1
-        read = np.rint(self._sizes * passes).astype(np.int64)  # rows of each part in an epoch
-        rows = int(read.sum())
+        epoch_rows = np.rint(self._sizes * passes).astype(np.int64)  # rows of each part per epoch
+        rows = int(epoch_rows.sum())
         if rows < self._batch:
             raise DataError(
                 f"{rows} training rows do not fill one global batch of {self._batch}: "
                 "lower global_batch or collect more"
             )
-        # Slots of each part in an epoch: rows, or whole batches if they are homogeneous.
-        self._quota = read // self._batch if self._homogeneous else read
+        # Slots of each part per epoch: rows, or complete batches if they are homogeneous.
+        self._quota = epoch_rows // self._batch if self._homogeneous else epoch_rows
         for part, size, slots in zip(sizes, self._sizes, self._quota, strict=True):
             if not slots:
                 raise ConfigError(
@@ -223,16 +225,16 @@ class Order:
         self.steps_per_epoch = int(self._quota.sum()) if self._homogeneous else rows // self._batch
         steps = round(self.steps_per_epoch * schedule.epochs)
         self.steps = steps if schedule.max_steps is None else min(steps, schedule.max_steps)
-        # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
+        # A homogeneous batch never spans two passes over its part, or a row could occur in it twice.
         tail = self._sizes % self._batch if self._homogeneous else 0
         self._pass = np.where(self._sizes < self._batch, self._sizes, self._sizes - tail)
 
     def batch(self, step: int) -> BatchRows:
-        """Row numbers of a step's global batch."""
+        """Compute the row numbers of the global batch of a step."""
         return self._rows(*self._draws(*divmod(step, self.steps_per_epoch)))
 
     def _draws(self, epoch: int, step: int) -> tuple[BatchRows, BatchRows]:
-        """The part of every row of a batch, and which draw of that part it is, counted over all epochs.
+        """Compute the part of every row of a batch, and the number of its draw from it over all epochs.
 
         `step` is counted within the epoch.
         """
@@ -260,7 +262,7 @@ class Order:
 def permute(
     numbers: Int64[ndarray, " numbers"], *, size: int, key: Sequence[int]
 ) -> Int64[ndarray, " numbers"]:
-    """Images of `numbers` under the permutation of ``range(size)`` that `key` names, without a table.
+    """Map `numbers` by the permutation of ``range(size)`` that `key` selects, without a table.
 
     A Feistel network permutes the next power of two; a number that falls outside the range is permuted again
     until it falls inside (Black and Rogaway, 2002), at most twice on average.
@@ -276,22 +278,22 @@ def permute(
 
 
 class RankShare(NamedTuple):
-    """One rank's rows of a step, and where the tokens of their documents are."""
+    """Rows of one rank in a step, and the places of the tokens of their documents."""
 
     rows: RowTable
-    chosen: Int64[ndarray, " queries"]  # of `rows`
+    chosen: Int64[ndarray, " queries"]  # row numbers in `rows`
     documents: RowTable
-    places: Int64[ndarray, "queries group"]  # of `documents`, the positive first; see `stand_ins`
+    places: Int64[ndarray, "queries group"]  # row numbers in `documents`, the positive first; see `stand_ins`
 
 
 def stand_ins(documents: Int64[ndarray, "rows group"]) -> Int64[ndarray, "rows group"]:
-    """The documents that a batch reads for these rows: the positive, column 0, where one is ABSENT."""
+    """Return the documents that a batch reads for these rows: the positive, column 0, if one is ABSENT."""
     return np.where(documents == ABSENT, documents[:, :1], documents)
 
 
 @dataclass(frozen=True)
 class MappedShares:
-    """The share of a rank in any step, by random reads of a mapped store."""
+    """Shares of one rank in the steps, by random reads of a mapped store."""
 
     store: Store
     order: Order
@@ -299,7 +301,7 @@ class MappedShares:
     world: int
 
     def __call__(self, step: int) -> RankShare:
-        """Every `world`-th row of the step's batch."""
+        """Select every `world`-th row of the batch of a step."""
         rows = self.store["train"]
         chosen = self.order.batch(step)[self.rank :: self.world]
         return RankShare(rows, chosen, self.store["documents"], stand_ins(rows.values("documents", chosen)))
@@ -308,7 +310,7 @@ class MappedShares:
 def _feistel(
     numbers: UInt64[ndarray, " numbers"], *, bits: int, keys: UInt64[ndarray, " rounds"]
 ) -> UInt64[ndarray, " numbers"]:
-    """A permutation of ``range(2**bits)``: each half in turn is shifted by a hash of the other."""
+    """Permute ``range(2**bits)``: each half in turn is combined with a hash of the other by XOR."""
     width = np.uint64(bits // 2)
     low, high = numbers & _ones(bits // 2), numbers >> width
     for number, key in enumerate(keys):

@@ -39,21 +39,21 @@ from scalingnote.train.validation import drawn_documents, validator
 
 log = get_logger("train")
 FATAL = "fatal.json"  # in the work folder: an error that a restart cannot fix
-RESIZE_INTERVAL_S = 60.0  # between looks for nodes that joined; a change restarts from the newest checkpoint
-Failure = dict[str, str]  # an error as plain values: kind and text
+RESIZE_INTERVAL_S = 60.0  # between checks for new nodes; a change restarts from the newest checkpoint
+Failure = dict[str, str]  # an error as plain values: `kind` and `text`
 
 
 def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
-    """Train both towers; killed at any moment, the next call resumes from the newest checkpoint."""
-    own = TrainingSet(open_artifact(dataset, kind="dataset"), open_artifact(triplets, kind="triplets"))
-    parents, mixture = own._asdict(), open_mixture(config, own)
-    others = {
+    """Train both towers. After a kill at any moment, the next call resumes from the newest checkpoint."""
+    run_set = TrainingSet(open_artifact(dataset, kind="dataset"), open_artifact(triplets, kind="triplets"))
+    parents, mixture = run_set._asdict(), open_mixture(config, run_set)
+    mixture_parents = {
         f"{MIXED}{name}/{kind}": artifact
-        for name, one in mixture.items()
-        for kind, artifact in one._asdict().items()
+        for name, entry in mixture.items()
+        for kind, artifact in entry._asdict().items()
         if artifact is not parents[kind]
     }
-    draft = Draft(output, kind="dual_encoder", config=config, parents=parents | others)
+    draft = Draft(output, kind="dual_encoder", config=config, parents=parents | mixture_parents)
     if draft.finished:
         return draft.existing()
     cluster.check_resources_early(config.resources, knob="train.resources")
@@ -64,14 +64,14 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     rank = partial(_prepare_rank, config=config, prepared=prepared, steps=steps, streamed=bool(streamed))
-    made = launch(rank, TrainingRun(config, "train", output, steps))
-    pairs = made * config.global_batch
+    steps_run = launch(rank, TrainingRun(config, "train", output, steps))
+    pairs = steps_run * config.global_batch
     query_tokens, document_tokens = streamed or mean_tokens(Store.open(prepared.store))
     return draft.commit(
         counts={
             "triplets": rows,
             "documents": prepared.documents,
-            "steps": made,
+            "steps": steps_run,
             "pairs": pairs,
             "query_tokens": round(pairs * query_tokens),
             "document_tokens": round(pairs * document_tokens),
@@ -80,21 +80,21 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     )
 
 
-def open_mixture(config: TrainConfig, own: TrainingSet) -> dict[str, TrainingSet]:
-    """The sets of a mixture by name; empty without one."""
+def open_mixture(config: TrainConfig, run_set: TrainingSet) -> dict[str, TrainingSet]:
+    """Open the sets of a mixture, by name; empty without one."""
     return {
         name: TrainingSet(
-            open_artifact(fs.absolute(one.dataset), kind="dataset"),
-            open_artifact(fs.absolute(one.triplets), kind="triplets"),
+            open_artifact(fs.absolute(entry.dataset), kind="dataset"),
+            open_artifact(fs.absolute(entry.triplets), kind="triplets"),
         )
-        if one.dataset is not None and one.triplets is not None
-        else own
-        for name, one in config.mixture.items()
+        if entry.dataset is not None and entry.triplets is not None
+        else run_set
+        for name, entry in config.mixture.items()
     }
 
 
 def _stream(config: TrainConfig, prepared: PreparedStore, order: Order) -> tuple[float, float] | None:
-    """Write the stream of a run if it has one; returns :func:`mean_tokens` of its rows, or None without."""
+    """Write the stream of a run if it needs one; return :func:`mean_tokens` of its rows, None without one."""
     limit, store = config.data.copy_limit_gb, prepared.store
     size = sum(file.bytes for table in ("train", "documents") for file in Store.files(store, table)) / 1e9
     large = size > limit and ("://" in store or not limit)
@@ -110,10 +110,10 @@ def _stream(config: TrainConfig, prepared: PreparedStore, order: Order) -> tuple
 
 
 def build_stage_one(config: TrainConfig, tokenizers: dict[str, str]) -> StageOne:
-    """Both towers and their losses, with initial weights that follow from ``config.seed``.
+    """Build both towers and their losses, with initial weights that follow from ``config.seed``.
 
-    `tokenizers` are JSON by tower, of those that start from scratch. Such a document tower has a seed of its
-    own: with equal weights in both towers an untrained decoder pair already matches words.
+    `tokenizers` are JSON by tower, for towers that start from scratch. Such a document tower has a separate
+    seed: with equal weights in both towers, an untrained pair of decoders already matches words.
     """
     towers = dual_encoder.build(
         config.query_tower,
@@ -161,7 +161,7 @@ def _prepare_rank(
 
 
 def _save(stage: StageOne, folder: Path, *, config: TrainConfig) -> None:
-    """Write both towers; a token_wise one reads a whole vocabulary for that, on a GPU if there is one."""
+    """Write both towers. A token_wise one encodes its entire vocabulary for it, on a GPU if there is one."""
     device = device_of(config)
     if isinstance(stage.towers.query, TokenWise):
         stage.towers.query.to(device)
@@ -175,7 +175,7 @@ def _save(stage: StageOne, folder: Path, *, config: TrainConfig) -> None:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What the driver and all ranks know of a training."""
+    """Settings of a training run that the driver and all ranks share."""
 
     schedule: Schedule  # the config of the stage
     section: str  # its name, for messages
@@ -183,15 +183,15 @@ class TrainingRun:
     steps: int
 
     def work(self, name: str) -> str:
-        """URI inside the work folder."""
+        """Return a URI inside the work folder."""
         return fs.join(self.output, WORK, name)
 
 
 class RankTraining(NamedTuple):
-    """What one rank trains, and on which rows."""
+    """The module, the batches and the validation of one rank."""
 
     stage: nn.Module  # with the losses
-    build_stage: Callable[[], nn.Module]  # builds another one from config and seed
+    build_stage: Callable[[], nn.Module]  # builds a second one from config and seed
     batches: Callable[[int], Any]  # this rank's batch of a step
     save: Callable[[Any, Path], None]  # writes the trained module into a folder
     validation: ValidationSchedule | None = None  # when to measure, and which weights to keep
@@ -201,48 +201,49 @@ class RankTraining(NamedTuple):
 def launch(prepare_rank: Callable[[int, int], RankTraining], run: TrainingRun) -> int:
     """Train on every rank under Ray Train; rank 0 writes the module and the loss curve as parts.
 
-    Without workers, this process is the only rank (Ray Train's local mode). A lost node or a dead process is
-    restarted from the newest checkpoint, `max_failures` times, and where the cloud announced the loss without
-    a limit. Errors that would occur again are raised here after the first: those that :func:`train_rank`
-    returns, and too little memory.
+    Without workers, this process is the only rank (Ray Train's local mode). After the loss of a node or
+    process, the run restarts from the newest checkpoint, at most `max_failures` times, or without a limit if
+    the cloud announced the loss. Errors that would occur again are raised here the first time: those that
+    :func:`train_rank` returns, and too little memory.
 
     Args:
-        prepare_rank: gives a rank what it trains, by its number and the number of ranks; in its process.
-        run: the training.
+        prepare_rank: builds the training of a rank from its number and the number of ranks; runs in its
+            process.
+        run: the training run.
 
     Returns:
-        The steps that were made, fewer than planned where validation stopped the run.
+        The number of steps that were run, fewer than planned if validation stopped the run.
 
     Raises:
         TrainingError: the restarts did not help, or a rank had too little memory.
     """
-    fs.delete(run.work(FATAL))  # of an earlier call, whose cause may be fixed
+    fs.delete(run.work(FATAL))  # of an earlier call: its cause may be fixed
     resources = run.schedule.resources
-    least = resources.model_copy(update={"workers": resources.min_workers or resources.workers})
-    cluster.check_resources(least, knob=f"{run.section}.resources")
+    smallest = resources.model_copy(update={"workers": resources.min_workers or resources.workers})
+    cluster.check_resources(smallest, knob=f"{run.section}.resources")
     private = resources.workers and cluster.is_private()
     with tempfile.TemporaryDirectory() if private else nullcontext() as folder:
         trainer = _trainer(partial(_run_rank, prepare_rank, run), run, folder)
         try:
             with cluster.restored_interrupt_handler():
-                made: int | Failure = trainer.fit().return_value
+                result: int | Failure = trainer.fit().return_value
         except TrainingFailedError as error:
             raise _cause(error, run) from error
-    if isinstance(made, dict):
-        raise getattr(errors, made["kind"])(made["text"])
-    return made
+    if isinstance(result, dict):
+        raise getattr(errors, result["kind"])(result["text"])
+    return result
 
 
 def _trainer(rank: Callable[[], int | Failure], run: TrainingRun, folder: str | None) -> Any:
-    """A TorchTrainer; ranks of a private cluster connect through a file in `folder`."""
+    """Build a TorchTrainer; ranks of a private cluster connect through a file in `folder`."""
     schedule, resources = run.schedule, run.schedule.resources
     filesystem, path = fs.resolve(run.work("ray"))
     on_cpu = resources.gpus_per_worker == 0
-    # DeepSpeed chooses its accelerator while it is imported.
+    # DeepSpeed chooses its accelerator when it is imported.
     variables = {"DS_ACCELERATOR": "cpu"} if isinstance(schedule.strategy, DeepSpeed) and on_cpu else {}
     if not resources.workers:
         os.environ.update(variables)
-    # As a dictionary: Ray's stubs are those of Ray Train before 2.43, which knows no elastic groups.
+    # A dictionary, because Ray's stubs are those of Ray Train before 2.43, without elastic groups.
     elastic = resources.min_workers not in (None, resources.workers)
     group: dict[str, Any] = {
         "num_workers": (resources.min_workers, resources.workers) if elastic else resources.workers,
@@ -266,7 +267,7 @@ def _trainer(rank: Callable[[], int | Failure], run: TrainingRun, folder: str | 
 
 
 def _run_rank(prepare_rank: Callable[[int, int], RankTraining], run: TrainingRun) -> int | Failure:
-    """Run a rank, unless one of a group before it had too little memory.
+    """Run a rank, unless a rank of an earlier group had too little memory.
 
     The other ranks wait for such a rank, so its process ends; the restarted group reads the note and stops.
     """
@@ -275,7 +276,7 @@ def _run_rank(prepare_rank: Callable[[int, int], RankTraining], run: TrainingRun
         return dict(json.loads(fs.read_bytes(note)))
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    if resources.workers:  # a process of its own
+    if resources.workers:  # a separate process
         configure(rank=rank)
         torch.set_num_threads(max(int(resources.cpus_per_worker), 1))
     else:
@@ -293,7 +294,7 @@ def _run_rank(prepare_rank: Callable[[int, int], RankTraining], run: TrainingRun
 
 
 def _cause(error: TrainingFailedError, run: TrainingRun) -> ScalingNoteError:
-    """The error message after Ray has given up: that of our own error if there is one."""
+    """Return the error to raise after Ray has stopped retrying: our own error if there is one."""
     for cause in getattr(error, "worker_failures", {}).values():
         if isinstance(cause, ScalingNoteError):
             return cause
@@ -306,8 +307,8 @@ def train_rank(training: RankTraining, run: TrainingRun, *, first: bool) -> int 
     """Train one rank's module through the loop; the `first` rank saves it and the loss curve as parts.
 
     Returns:
-        The steps that were made; or an error of all ranks that would occur again: raised, it would make Ray
-        restart the group.
+        The number of steps that were run; or an error of all ranks that would occur again. If it were raised,
+        Ray would restart the group.
     """
     schedule, device = run.schedule, device_of(run.schedule)
     trackers: list[Tracker] = []
@@ -318,7 +319,7 @@ def train_rank(training: RankTraining, run: TrainingRun, *, first: bool) -> int 
             trackers = build_trackers(schedule.tracking, events_folder(run.output), name)
         except ConfigError as failure:
             error = failure
-    # All ranks must know it: else they would wait for rank 0.
+    # All ranks need this result: else they would wait for rank 0.
     if mean_over_ranks(torch.tensor(float(error is not None), device=device)) > 0:
         return _plain_error(error or ConfigError("rank 0 could not start"))
     try:
@@ -342,21 +343,21 @@ def train_rank(training: RankTraining, run: TrainingRun, *, first: bool) -> int 
             tracker.close()
     weights = engine.weights()
     if weights is not None:
-        # The engine's module may be sharded or compiled: the weights go into a fresh one.
-        whole = training.build_stage()
-        load_weights(whole, weights)
+        # The engine's module may be sharded or compiled, so the weights go into a fresh one.
+        target = training.build_stage()
+        load_weights(target, weights)
         with tempfile.TemporaryDirectory() as folder:
-            training.save(whole.eval(), Path(folder))
+            training.save(target.eval(), Path(folder))
             fs.upload(folder, run.output)
         for name, value in (("curve.json", history.curve), ("validation.json", history.measured)):
             fs.write_bytes(fs.join(run.output, name), json.dumps(value, indent=0).encode())
     ray.train.report({"step": run.steps})
-    # Validation measures after the last step.
+    # Validation measures after the last step, too.
     return history.measured[-1]["step"] if history.measured else run.steps
 
 
 def device_of(schedule: Schedule) -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank."""
     resources = schedule.resources
     if resources.workers:
         return get_device()

@@ -1,13 +1,13 @@
-"""The training loop of one rank: batches by step in, a trained module out. It does not know Ray.
+"""The training loop of one rank: batches by step are its input, a trained module its output. Without Ray.
 
     batch ─► loss, backward ─► mean over ranks ─► finite? ─► step ─► measure ─► checkpoint
 
-Ranks decide (to stop, to keep the best, to save now) on numbers that are equal on all of them. The state of
-the loop is stored in the checkpoint's notes, so a resumed run continues as if it had not been interrupted.
+Ranks decide (to stop, to keep the best, to save now) by numbers that are equal on all of them. The
+checkpoint's notes hold the state of the loop, so a resumed run continues as if it had not been interrupted.
 
-Rank 0 sends its numbers to trackers: TensorBoard files always, Weights & Biases and MLflow when configured.
+Rank 0 sends its numbers to trackers: TensorBoard files always, Weights & Biases and MLflow if configured.
 Event files contain times, so they are not part of an artifact: they are in the run's ``tensorboard`` folder,
-where they remain when the work directory is deleted.
+which remains when the work directory is deleted.
 """
 
 import importlib
@@ -37,7 +37,7 @@ EVENTS_FOLDER = "tensorboard"
 _UPLOAD_INTERVAL_S = 30.0  # a killed run loses the events since the last upload to a remote folder
 
 CURVE_INTERVAL_STEPS = 10
-NOTICE_INTERVAL_S = 5.0  # between questions whether this machine is about to be taken away
+NOTICE_INTERVAL_S = 5.0  # between polls of the notice that this machine will soon be taken away
 GRADIENT_NORM = "gradient_norm"
 MetricValues = dict[str, float]
 
@@ -47,8 +47,8 @@ class TrainingHistory:
     """Measurements of a run so far; stored with every checkpoint."""
 
     curve: list[dict[str, Any]] = field(default_factory=list)
-    """Loss, its parts, gradient norm and learning rate of every tenth step; of every fiftieth also the
-    gradient of each weighted loss, its norm and its cosine with the whole one."""
+    """Loss, its parts, gradient norm and learning rate of every tenth step; of every fiftieth also norm and
+    cosine (with the total gradient) of the gradient of each weighted loss."""
     measured: list[dict[str, Any]] = field(default_factory=list)
     """Validation metrics, each with the number of steps before it."""
     best_step: int | None = None
@@ -62,42 +62,42 @@ class Tracker(Protocol):
     """Receiver of a run's numbers."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, by name. A resumed run sends those of the steps since its checkpoint again."""
+        """Log numbers of a step by name. A resumed run repeats those of the steps since its checkpoint."""
         ...
 
     def close(self) -> None:
-        """Called once, after the last numbers."""
+        """Release resources. Called once, after the last numbers."""
         ...
 
 
 @dataclass
 class TrainingLoop:
-    """Trains an engine from its newest checkpoint; every rank has one of its own."""
+    """Training of an engine from its newest checkpoint; every rank has its own loop."""
 
     engine: Engine
     schedule: Schedule
     checkpoints: Checkpoints
     _: KW_ONLY
     section: str  # name of the stage in the log
-    steps: int  # of the whole run
+    steps: int  # of the entire run
     trackers: Sequence[Tracker] = ()  # on rank 0 only
-    validation: ValidationSchedule | None = None  # when to measure, and how that chooses the weights to keep
-    validate: Callable[[], MetricValues] | None = None  # measures; gives the same numbers on all ranks
+    validation: ValidationSchedule | None = None  # when to measure, and which weights to keep
+    validate: Callable[[], MetricValues] | None = None  # measures; returns the same numbers on all ranks
     notice: Callable[[], bool] = lambda: False
-    """Whether this machine will soon be taken away, which causes a checkpoint; all ranks ask together."""
+    """Whether this machine will soon be taken away, which causes a checkpoint; all ranks call it together."""
     history: TrainingHistory = field(default_factory=TrainingHistory)
-    _polled_at: float = field(default_factory=time.monotonic)  # of `notice`
+    _polled_at: float = field(default_factory=time.monotonic)  # time of the last call of `notice`
     _poll_due: bool = False
     _preempted: bool = False
 
     def fit(self, batch_at: Callable[[int], Any]) -> TrainingHistory:
         """Train to the last step on this rank's batches; afterwards the engine holds the weights to keep.
 
-        Every rank calls it, and gets the loss curve and the validation metrics. Dropout is seeded by (seed,
-        step, rank), so a resumed run draws the same numbers as an uninterrupted one.
+        Every rank calls this method, and receives the loss curve and the validation metrics. Dropout is
+        seeded by (seed, step, rank), so a resumed run draws the same numbers as an uninterrupted one.
 
         Raises:
-            TrainingError: on every rank, when the loss or the gradient of one is not finite.
+            TrainingError: on every rank, if the loss or the gradient of one rank is not finite.
         """
         log, start = get_logger(self.section), 0
         if restored := self.checkpoints.restore(self.engine):
@@ -118,12 +118,12 @@ class TrainingLoop:
         self.checkpoints.wait()
         if self.validation is not None and self.validation.keeps_best and self.history.worse:
             self.checkpoints.restore(self.engine, best=True)
-            log.info("weights of step %s are the best and kept", self.history.best_step)
+            log.info("kept the weights of step %s, which are the best", self.history.best_step)
         self.engine.module.eval()
         return self.history
 
     def _step(self, step: int, batch: Any, shares: GradientShares) -> MetricValues:
-        """One optimizer step; returns loss, parts and gradient norm as means over ranks."""
+        """Run one optimizer step; return loss, parts and gradient norm as means over ranks."""
         seed = (self.schedule.seed * 1_000_003 + step) * 4_099 + rank()
         torch.manual_seed(seed % 2**64)  # a generator takes 64 bits; a config's seed has no bound
         measured = shares.measure(step, batch)
@@ -139,28 +139,29 @@ class TrainingLoop:
         _require_finite(values, step=step)
         shares.note(values)
         if step % CURVE_INTERVAL_STEPS == 0 or step + 1 == self.steps:
-            told = values | measured
-            rounded = {name: round(value, 6) for name, value in told.items()}
+            values_to_log = values | measured
+            rounded = {name: round(value, 6) for name, value in values_to_log.items()}
             self.history.curve.append({"step": step, "lr": rate, **rounded})
-            self._track(step, {"lr": rate, **told})
+            self._track(step, {"lr": rate, **values_to_log})
         return values
 
-    def _finish_step(self, done: int) -> bool:
-        """After `done` steps: measure and save a checkpoint where due; returns whether to stop early.
+    def _finish_step(self, steps_done: int) -> bool:
+        """Measure and save a checkpoint after `steps_done` steps if due; return whether to stop early.
 
-        The last step has one, too: writing the model (merged adapters, a table) can take long, and can fail.
+        The last step has a checkpoint, too: writing the model (merged adapters, a table) can take long, and
+        can fail.
         """
-        best, stop = self._measure(done)
+        best, stop = self._measure(steps_done)
         preempted = self._first_notice()
-        regular = done % self.schedule.checkpoint_every == 0 or done == self.steps
+        regular = steps_done % self.schedule.checkpoint_every == 0 or steps_done == self.steps
         if regular or stop or best or preempted:
-            self.checkpoints.save(done, self.engine, asdict(self.history), best=best)
+            self.checkpoints.save(steps_done, self.engine, asdict(self.history), best=best)
         if preempted:
             self.checkpoints.wait()
         return stop
 
     def _means(self, parts: dict[str, Tensor], *, step: int) -> MetricValues:
-        """Means over ranks, in one exchange; in it rank 0's clock also decides whether a poll is due."""
+        """Compute means over ranks, in one exchange; in it, rank 0's clock also decides if a poll is due."""
         due = rank() == 0 and time.monotonic() - self._polled_at > NOTICE_INTERVAL_S
         numbers = [*parts.values(), torch.tensor(float(due))]
         device = next(iter(parts.values())).device
@@ -171,25 +172,25 @@ class TrainingLoop:
         return values
 
     def _first_notice(self) -> bool:
-        """Whether `notice` has become true: this run will be interrupted."""
+        """Return whether `notice` has just become true: this run will be interrupted."""
         if not self._poll_due:
             return False
         self._polled_at = time.monotonic()
         before, self._preempted = self._preempted, self.notice()
         return self._preempted and not before
 
-    def _measure(self, done: int) -> tuple[bool, bool]:
-        """Validate if due; returns whether to save this as the best, and whether to stop."""
+    def _measure(self, steps_done: int) -> tuple[bool, bool]:
+        """Validate if due; return whether to save this as the best, and whether to stop."""
         config, history = self.validation, self.history
-        if config is None or self.validate is None or (done % config.every and done < self.steps):
+        if config is None or self.validate is None or (steps_done % config.every and steps_done < self.steps):
             return False, False
         metrics = self.validate()
-        history.measured.append({"step": done, **{k: round(v, 6) for k, v in metrics.items()}})
-        self._track(done, {f"validation/{name}": value for name, value in metrics.items()})
+        history.measured.append({"step": steps_done, **{k: round(v, 6) for k, v in metrics.items()}})
+        self._track(steps_done, {f"validation/{name}": value for name, value in metrics.items()})
         value = metrics[config.metric]
         if not math.isnan(value) and (history.best_value is None or value > history.best_value):
-            history.best_step, history.best_value, history.worse = done, value, 0
-            return config.keeps_best and done < self.steps, False
+            history.best_step, history.best_value, history.worse = steps_done, value, 0
+            return config.keeps_best and steps_done < self.steps, False
         history.worse += 1
         return False, self._out_of_patience()
 
@@ -203,7 +204,7 @@ class TrainingLoop:
 
 
 def _prefetch(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:
-    """Steps and their batches; each batch is made in a thread while the step before it runs."""
+    """Yield steps and their batches; a thread builds each batch while the previous step runs."""
     with ThreadPoolExecutor(1) as ahead:
         waiting = deque([ahead.submit(batch_at, start)] if start < stop else [])
         for step in range(start, stop):
@@ -214,7 +215,7 @@ def _prefetch(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator
 
 
 def _describe(values: MetricValues) -> str:
-    """The loss and, in brackets, what differs from it: its parts before they are weighted, and measures."""
+    """Format the loss and, in brackets, the values that differ from it: unweighted parts, and measures."""
     loss = values["loss"]
     parts = [
         f"{name} {value:.4g}"
@@ -225,36 +226,44 @@ def _describe(values: MetricValues) -> str:
 
 
 def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
-    """Linear from 0 to the peak over the warm-up (appendix A), then to the floor, linearly or as a cosine."""
+    """Compute the learning rate of a step.
+
+    It rises linearly from 0 to the peak over the warm-up (appendix A), then falls to the floor, linearly or
+    as a cosine.
+    """
     warmup: int = max(round(steps_of(settings.warmup, steps)), 1)
     if step < warmup:
         return settings.peak_lr * (step + 1) / warmup
-    left = (steps - step) / max(steps - warmup, 1)
+    remaining = (steps - step) / max(steps - warmup, 1)
     if settings.schedule == "cosine":
-        left = (1 - math.cos(math.pi * left)) / 2
-    return settings.peak_lr * (settings.floor + (1 - settings.floor) * left)
+        remaining = (1 - math.cos(math.pi * remaining)) / 2
+    return settings.peak_lr * (settings.floor + (1 - settings.floor) * remaining)
 
 
 def _require_finite(values: MetricValues, *, step: int) -> None:
     if not all(map(math.isfinite, values.values())):
-        listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        numbers = ", ".join(f"{name} {value:g}" for name, value in values.items())
         raise TrainingError(
-            f"step {step} is not finite ({listed}): lower optimizer.peak_lr or raise losses.temperature; "
+            f"step {step} is not finite ({numbers}): lower optimizer.peak_lr or raise losses.temperature; "
             "the last checkpoint before it is kept"
         )
 
 
 def events_folder(output: str) -> str:
-    """Folder for the events of the stage that builds `output`.
+    """Return the folder for the events of the stage that builds `output`.
 
-    ``RUN/train/MARK`` gives ``RUN/tensorboard/train/MARK``, so that one TensorBoard shows a whole run.
+    ``RUN/train/MARK`` gives ``RUN/tensorboard/train/MARK``, so that one TensorBoard shows the entire run.
     """
     run, stage, mark = output.rstrip("/").rsplit("/", 2)
     return fs.join(run, EVENTS_FOLDER, stage, mark)
 
 
 def build_trackers(config: Tracking, folder: str, run_name: str) -> list[Tracker]:
-    """TensorBoard and the trackers that the config names. ConfigError when one lacks its package."""
+    """Build TensorBoard and the trackers that the config names.
+
+    Raises:
+        ConfigError: the package of a tracker is missing.
+    """
     trackers: list[Tracker] = [TensorBoard(folder)]
     if config.wandb is not None:
         trackers.append(WandB(config.wandb, run_name))
@@ -278,7 +287,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter  # late: it takes a second to import
 
             target = self._local.name if self._local else self._folder
-            # Events of steps from here on are those of a run that was killed after its last checkpoint.
+            # Events from this step on were written by a run that was killed after its last checkpoint.
             self._writer = SummaryWriter(target, purge_step=step, flush_secs=10)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -286,7 +295,7 @@ class TensorBoard:
             self._upload()
 
     def close(self) -> None:
-        """Write and upload the rest."""
+        """Write and upload the remaining events."""
         if self._writer is not None:
             self._writer.close()
             self._upload()
@@ -307,7 +316,7 @@ class WandB:
     def __init__(self, project: str, run_name: str) -> None:
         wandb = _import_tracker("wandb", "tracking.wandb")
         identity = re.sub(r"[^\w-]", "-", run_name)
-        # Without the capture of the console and the upload of code, which disturb a training rank.
+        # Capture of the console and upload of code are off: they disturb a training rank.
         settings = wandb.Settings(console="off", save_code=False, silent=True)
         self._run = wandb.init(project=project, name=run_name, id=identity, resume="allow", settings=settings)
 
@@ -326,11 +335,11 @@ class MLflow:
     def __init__(self, experiment: str, run_name: str) -> None:
         mlflow = _import_tracker("mlflow", "tracking.mlflow")
         self._client = mlflow.MlflowClient()
-        known = self._client.get_experiment_by_name(experiment)
-        where = known.experiment_id if known else self._client.create_experiment(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
+        experiment_id = existing.experiment_id if existing else self._client.create_experiment(experiment)
         name = run_name.replace("'", "")
-        runs = self._client.search_runs([where], f"attributes.run_name = '{name}'", max_results=1)
-        self._run = (runs[0] if runs else self._client.create_run(where, run_name=name)).info.run_id
+        runs = self._client.search_runs([experiment_id], f"attributes.run_name = '{name}'", max_results=1)
+        self._run = (runs[0] if runs else self._client.create_run(experiment_id, run_name=name)).info.run_id
         self._client.update_run(self._run, status="RUNNING")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -10,10 +10,10 @@
     ranking model  teacher_kl
     LightRetriever align, align_scores, flops                 LightRetriever Eq. 5 and 9
 
-A loss is a mean over rows, in general over queries. `weights` multiply the rows' losses before the mean,
-which is still taken over *all* rows: a row weighs the same whatever else is in its batch or on its rank. Rows
+A loss is a mean over rows, in general over queries. `weights` multiply the losses of the rows before the
+mean, which is still taken over *all* rows: a row has the same weight in every batch and on every rank. Rows
 without a teacher's score hold NaN and contribute 0. A row with fewer documents than others has places that
-are not `present`, whatever stands there: its loss is that of its own documents alone.
+are not `present`, with any content: its loss is only that of its own documents.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +29,10 @@ from scalingnote.train.config import steps_of
 
 Loss = Float[Tensor, ""]
 Embeddings = Float[Tensor, "queries dim"]
-Scores = Float[Tensor, "queries docs"]  # of all candidates, or of those in a row's group, the positive first
-Mask = Bool[Tensor, "queries docs"]  # of the same
+Scores = Float[
+    Tensor, "queries docs"
+]  # of all candidates, or of those in a row's group with the positive first
+Mask = Bool[Tensor, "queries docs"]  # of the same candidates
 Weights = Float[Tensor, " queries"] | None  # None: all are 1
 
 
@@ -46,7 +48,7 @@ def info_nce(
     ignore: Mask | None = None,
     weights: Weights = None,
 ) -> Loss:
-    """Mean cross entropy of each query's positive against all candidates (ScalingNote, Eq. 5).
+    """Compute the mean cross entropy of each query's positive against all candidates (ScalingNote, Eq. 5).
 
     -log( exp(s(q, d+) / tau) / sum over d of exp(s(q, d) / tau) ). Eq. 6 is the same with the sides
     exchanged.
@@ -55,7 +57,7 @@ def info_nce(
         queries: unit vectors, so that a product is a cosine.
         candidates: unit vectors.
         positives: column of each query's positive among the candidates.
-        temperature: tau; gradients flow into it where it is a tensor.
+        temperature: tau; gradients flow into it if it is a tensor.
         ignore: candidates to leave out of a row's denominator. The positive is never left out.
         weights: factor of each row's loss.
 
@@ -63,30 +65,33 @@ def info_nce(
         The loss, a scalar. No [queries, docs] matrix is kept for the backward pass.
     """
     shares = torch.ones_like(queries[:, 0]) if weights is None else weights.to(queries.dtype)
-    shares, own = shares / len(queries), positives[:, None]
+    shares, positive_columns = shares / len(queries), positives[:, None]
 
     def loss_of(scores: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         if ignore is not None:
-            positive_scores = scores.gather(1, own)
-            scores.masked_fill_(ignore, -torch.inf).scatter_(1, own, positive_scores)
+            positive_scores = scores.gather(1, positive_columns)
+            scores.masked_fill_(ignore, -torch.inf).scatter_(1, positive_columns, positive_scores)
         log_shares = scores.log_softmax(1)
-        loss = -(shares @ log_shares.gather(1, own).squeeze(1))
-        less = -torch.ones_like(own, dtype=scores.dtype)
+        loss = -(shares @ log_shares.gather(1, positive_columns).squeeze(1))
+        minus_one = -torch.ones_like(positive_columns, dtype=scores.dtype)
         # The softmax, less 1 at the positive.
-        return loss, lambda: log_shares.exp_().scatter_add_(1, own, less).mul_(shares[:, None])
+        return (
+            loss,
+            lambda: log_shares.exp_().scatter_add_(1, positive_columns, minus_one).mul_(shares[:, None]),
+        )
 
-    # Divide the small side, and before masking: -inf / temperature has no gradient.
+    # Divide the small side, before masking: -inf / temperature has no gradient.
     return _loss_of_scores(queries / temperature, candidates, loss_of)
 
 
 def cross_entropy(
     scores: Scores, *, positives: Int[Tensor, " queries"], ignore: Mask | None = None, weights: Weights = None
 ) -> Loss:
-    """:func:`info_nce` of `scores` that are no products of embeddings, already over the temperature."""
-    own = positives[:, None]
+    """Compute :func:`info_nce` of `scores` that do not come from embeddings, divided by the temperature."""
+    positive_columns = positives[:, None]
     if ignore is not None:
-        scores = scores.masked_fill(ignore.scatter(1, own, False), -torch.inf)
-    return _mean(-scores.log_softmax(1).gather(1, own).squeeze(1), weights)
+        scores = scores.masked_fill(ignore.scatter(1, positive_columns, False), -torch.inf)
+    return _mean(-scores.log_softmax(1).gather(1, positive_columns).squeeze(1), weights)
 
 
 def false_negative_documents(
@@ -97,17 +102,17 @@ def false_negative_documents(
     all_query_ids: Int[Tensor, " all"],
     candidate_ids: Int[Tensor, " docs"],
 ) -> Bool[Tensor, "queries docs"]:
-    """Mask of candidates that answer a row's query, and so must not count as negatives of it.
+    """Mask candidates that answer a row's query, and so must not count as its negatives.
 
     Such a candidate is the row's positive again, another known positive, or the positive of another row with
     the same query. The row's own positive is masked too; the loss takes it out of the mask.
 
-    `query_ids`, `positive_ids` and `known` positives, padded with -1, are of this rank's rows,
-    `all_query_ids` of those of all ranks. The first candidates are the positives of all rows, in the order of
-    `all_query_ids`.
+    `query_ids`, `positive_ids` and `known` positives, padded with -1, are those of this rank's rows,
+    `all_query_ids` those of the rows of all ranks. The first candidates are the positives of all rows, in the
+    order of `all_query_ids`.
     """
     mask = positive_ids[:, None] == candidate_ids
-    # One known positive at a time: all at once would take `known` times the memory.
+    # One known positive at a time: all together would take `known` times the memory.
     for column in known.unbind(1):
         mask |= column[:, None] == candidate_ids
     mask[:, : len(all_query_ids)] |= query_ids[:, None] == all_query_ids
@@ -122,7 +127,7 @@ def false_negative_queries(
     all_positive_ids: Int[Tensor, " all"],
     all_known: Int[Tensor, "all known"],
 ) -> Bool[Tensor, "queries all"]:
-    """Mask of queries that a row's positive answers, for the loss from document to query (Eq. 6).
+    """Mask queries that a row's positive answers, for the loss from document to query (Eq. 6).
 
     Such a query is the row's own again, or one that has the document among its positives.
     """
@@ -141,8 +146,8 @@ def prefixes(*embeddings: Float[Tensor, "..."], dims: Sequence[int]) -> Iterator
 
     The caller adds the losses up.
     """
-    # Adding up the products of blocks of dimensions, and dividing the sums by norms, takes half the
-    # multiplications but more passes over [queries, docs], which are what costs: 1.5 times slower.
+    # Adding up products of blocks of dimensions, then dividing by norms, takes half the multiplications but
+    # more passes over [queries, docs], which cost most: 1.5 times slower.
     for dim in dims:
         yield [F.normalize(embedding[..., :dim], dim=-1) for embedding in embeddings]
 
@@ -150,17 +155,17 @@ def prefixes(*embeddings: Float[Tensor, "..."], dims: Sequence[int]) -> Iterator
 def margin_loss(
     cosines: Scores, *, margin: float, present: Mask | None = None, weights: Weights = None
 ) -> Loss:
-    """Mean of max(0, margin - s(q, d+) + s(q, d-)) over queries and their hard negatives (Eq. 9).
+    """Compute the mean of max(0, margin - s(q, d+) + s(q, d-)) over queries and their hard negatives (Eq. 9).
 
     Column 0 of `cosines` is a query's positive, the others are its hard negatives, at least one. The loss of
-    a query is the mean over those that are `present`, and 0 if there are none.
+    a query is the mean over those that are `present`, and 0 if none is.
     """
     losses = torch.relu(margin - cosines[:, :1] + cosines[:, 1:])
     return _mean(mean_of_present(losses, None if present is None else present[:, 1:]), weights)
 
 
 def mean_of_present(values: Scores, present: Mask | None) -> Float[Tensor, " queries"]:
-    """Mean of each row over the columns that are present; 0 of a row without any. None: all are."""
+    """Compute each row's mean over its present columns, 0 if there are none. None: all are present."""
     if present is None:
         return values.mean(-1)
     return _zero_where_not(present, values).sum(-1) / present.sum(-1).clamp(min=1)
@@ -170,26 +175,29 @@ def mean_of_present(values: Scores, present: Mask | None) -> Float[Tensor, " que
 
 
 def qkd(teacher: Embeddings, student: Embeddings, *, weights: Weights = None) -> Loss:
-    """Query-based knowledge distillation (ScalingNote, Eq. 15, lambda 1): mean of ||q - q'||^2 - cos(q, q').
+    """Compute the query-based knowledge distillation loss: the mean of ||q - q'||^2 - cos(q, q').
 
-    Neither side is normalised: the squared distance also carries the magnitude.
+    ScalingNote, Eq. 15, lambda 1. Neither side is normalised: the squared distance also carries the
+    magnitude.
     """
     distance = (teacher - student).pow(2).sum(-1)
     return _mean(distance - F.cosine_similarity(teacher, student, dim=-1), weights)
 
 
 def cosine_distance(teacher: Embeddings, student: Embeddings, *, weights: Weights = None) -> Loss:
-    """Mean of 1 - cos(t, s): half the squared distance of the unit vectors (LEAF, arXiv 2509.12539).
+    """Compute the mean of 1 - cos(t, s): half the squared distance of the unit vectors.
 
-    Suited to search by cosine, where the length of a query changes no ranking.
+    LEAF, arXiv 2509.12539. Suited to search by cosine, because there the length of a query changes no
+    ranking.
     """
     return _mean(1 - F.cosine_similarity(teacher, student, dim=-1), weights)
 
 
 def embedding_matching(teacher: Embeddings, student: Embeddings, *, weights: Weights = None) -> Loss:
-    """Mean of ||t - s||, the norm itself and not its square (EmbedDistill, Eq. 7 of queries, 8 of documents).
+    """Compute the mean of ||t - s||, the norm itself, not its square.
 
-    Its gradient has length 1 wherever the two differ: a distant query pulls no harder than a near one.
+    EmbedDistill, Eq. 7 for queries, 8 for documents. The gradient has length 1 for any distance above 0, so a
+    distant query pulls no harder than a near one.
     """
     return _mean(torch.linalg.vector_norm(teacher - student, dim=-1), weights)
 
@@ -200,13 +208,14 @@ def embedding_matching(teacher: Embeddings, student: Embeddings, *, weights: Wei
 def softmax_scores(
     student: Scores, teacher: Scores, *, scored: Mask | None = None, weights: Weights = None
 ) -> Loss:
-    """Mean cross entropy of the student's softmax over a query's documents from the teacher's (Eq. 11).
+    """Compute the cross entropy of the student's softmax over a query's documents from the teacher's.
 
-    `scored` marks the documents that are candidates of a query; a query without any contributes 0.
+    EmbedDistill, Eq. 11; mean over queries. `scored` marks the documents that are candidates of a query; a
+    query without any contributes 0.
     """
     if scored is None:
         scored = torch.ones_like(student, dtype=torch.bool)
-    # Not -inf: a row of -inf alone has no softmax, and a query may lack candidates altogether.
+    # Not -inf: a row with only -inf has no softmax, and a query may have no candidates.
     lowest = torch.finfo(student.dtype).min
     target = teacher.masked_fill(~scored, lowest).softmax(-1)
     shares = student.masked_fill(~scored, lowest).log_softmax(-1)
@@ -216,7 +225,7 @@ def softmax_scores(
 def bce_scores(
     student: Scores, teacher: Scores, *, scored: Mask | None = None, weights: Weights = None
 ) -> Loss:
-    """Mean over queries of the sum over documents of the binary cross entropy (EmbedDistill, Eq. 12)."""
+    """Compute the binary cross entropy: sum over documents, mean over queries (EmbedDistill, Eq. 12)."""
     target = _zero_where_not(scored, teacher).sigmoid()
     losses = F.binary_cross_entropy_with_logits(student, target, reduction="none")
     return _mean(_zero_where_not(scored, losses).sum(-1), weights)
@@ -225,7 +234,7 @@ def bce_scores(
 def mse_scores(
     student: Scores, teacher: Scores, *, scored: Mask | None = None, weights: Weights = None
 ) -> Loss:
-    """Mean over queries of the sum over documents of the squared difference (EmbedDistill, Eq. 13)."""
+    """Compute the squared difference: sum over documents, mean over queries (EmbedDistill, Eq. 13)."""
     losses = (_zero_where_not(scored, teacher) - student).pow(2)
     return _mean(_zero_where_not(scored, losses).sum(-1), weights)
 
@@ -240,16 +249,17 @@ SCORE_LOSSES: Mapping[Literal["softmax", "bce", "mse"], Callable[..., Float[Tens
 def teacher_kl(
     student: Scores, teacher: Scores, *, present: Mask | None = None, weights: Weights = None
 ) -> Loss:
-    """Mean of KL(softmax(teacher) || softmax(student)) over queries with a score for every document.
+    """Compute the mean of KL(softmax(teacher) || softmax(student)) over queries.
 
-    Both are logits of a query's positive, then of its hard negatives; those not `present` are left out.
+    A query with an unscored document contributes 0. Both are logits of a query's positive, then of its hard
+    negatives; those not `present` are left out.
     """
     present = torch.ones_like(teacher, dtype=torch.bool) if present is None else present
     scored = (teacher.isfinite() | ~present).all(-1)
     lowest = torch.finfo(student.dtype).min
     target = _zero_where_not(scored[:, None], teacher).masked_fill(~present, lowest).log_softmax(-1)
-    own = student.masked_fill(~present, lowest).log_softmax(-1)
-    losses = _zero_where_not(present, target.exp() * (target - own)).sum(-1)
+    log_shares = student.masked_fill(~present, lowest).log_softmax(-1)
+    losses = _zero_where_not(present, target.exp() * (target - log_shares)).sum(-1)
     return _mean(losses * scored, weights)
 
 
@@ -265,18 +275,19 @@ def align(
     weights: Float[Tensor, " queries"],
     absent: Bool[Tensor, " docs"] | None = None,
 ) -> Loss:
-    """Mean of KL(teacher || softmax of the queries' cosines) over queries (LightRetriever, Eq. 5).
+    """Compute the mean of KL(teacher || softmax of the queries' cosines) over queries.
 
-    `teacher` holds log probabilities of the candidates, -inf of those that are `absent`; it gets no gradient.
+    LightRetriever, Eq. 5. `teacher` holds log probabilities of the candidates, -inf for `absent` ones; it
+    gets no gradient.
     """
     shares, target = weights.to(queries.dtype) / len(queries), teacher.detach()
 
     def loss_of(scores: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         if absent is not None:
             scores.masked_fill_(absent, -torch.inf)
-        log_shares, right = scores.log_softmax(1), target.exp()
+        log_shares, probabilities = scores.log_softmax(1), target.exp()
         loss = shares @ _divergence(target, log_shares, absent)
-        return loss, lambda: log_shares.exp_().sub_(right).mul_(shares[:, None])
+        return loss, lambda: log_shares.exp_().sub_(probabilities).mul_(shares[:, None])
 
     return _loss_of_scores(queries / temperature, candidates, loss_of)
 
@@ -288,23 +299,23 @@ def align_scores(
     weights: Float[Tensor, " queries"],
     absent: Bool[Tensor, " docs"] | None = None,
 ) -> Loss:
-    """:func:`align` of `scores` that are no products of embeddings, already over the temperature."""
+    """Compute :func:`align` of `scores` that do not come from embeddings, divided by the temperature."""
     if absent is not None:
         scores = scores.masked_fill(absent, -torch.inf)
     return _mean(_divergence(teacher.detach(), scores.log_softmax(1), absent), weights)
 
 
 def flops(means: Float[Tensor, " vocabulary"]) -> Loss:
-    """Regulariser of term weights: sum of squared mean weights of the terms (LightRetriever, Eq. 9).
+    """Compute the regulariser of term weights: the sum of squared mean weights of the terms.
 
-    It estimates the multiplications of scoring two documents drawn at random, and so is largest for terms
-    that many documents have.
+    LightRetriever, Eq. 9. It estimates the multiplications of scoring two documents drawn at random, so terms
+    that many documents have contribute most.
     """
     return means.square().sum()
 
 
 def ramp(step: Float[Tensor, ""], steps: Float[Tensor, ""], *, over: float) -> float | Float[Tensor, ""]:
-    """Factor of a weight that grows from 0 to 1, linearly over the first `over` steps, and then stays.
+    """Compute the factor of a weight that grows linearly from 0 to 1 over the first `over` steps.
 
     Below 1, `over` is a share of all `steps`. LightRetriever's FLOPs regulariser grows as its square: term
     weights must be learnt before they are penalised.
@@ -316,13 +327,13 @@ def ramp(step: Float[Tensor, ""], steps: Float[Tensor, ""], *, over: float) -> f
 
 
 def _zero_where_not(scored: Tensor | None, values: Tensor) -> Tensor:
-    """`values` with zeros where nothing was scored: NaN times 0 is NaN, in gradients too."""
+    """Replace unscored values by zeros: NaN times 0 is NaN, in gradients too."""
     return values if scored is None else values.masked_fill(~scored, 0.0)
 
 
-def _divergence(target: Tensor, own: Tensor, absent: Tensor | None) -> Tensor:
-    """KL of each row of log probabilities; both are -inf where absent, which counts as 0."""
-    difference = target - own
+def _divergence(target: Tensor, log_shares: Tensor, absent: Tensor | None) -> Tensor:
+    """Compute the KL of each row of log probabilities; both are -inf for absent columns, which count as 0."""
+    difference = target - log_shares
     if absent is not None:
         difference = difference.masked_fill(absent, 0.0)
     return (target.exp() * difference).sum(1)
@@ -335,10 +346,11 @@ def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
 def _loss_of_scores(
     rows: Tensor, columns: Tensor, loss_of: Callable[[Tensor], tuple[Tensor, Callable[[], Tensor]]]
 ) -> Loss:
-    """A loss of the products of rows and columns, by `loss_of` them: its value, and its gradient when asked.
+    """Compute a loss of the products of rows and columns.
 
-    The gradients of the two narrow inputs are kept for the backward pass, never the scores between them:
-    memory stays flat over views and prefixes.
+    `loss_of` returns the loss of the products, and a function that computes its gradient. The gradients of
+    the two narrow inputs are kept for the backward pass, never the scores between them: memory does not grow
+    with views and prefixes.
     """
     loss: Tensor = _LossOfScores.apply(rows, columns, loss_of)  # type: ignore[no-untyped-call]
     return loss

@@ -1,19 +1,19 @@
-"""Stage I: towers read the triplets of a step, all ranks' documents are candidates, and the losses add up.
+"""Stage I: towers read the triplets of a step, all ranks' documents are candidates, and the losses are added.
 
     TripletBatches      step number ─► this rank's rows ─► Triplets, as tensors
     StageOne.losses     encode queries and documents ─► gather candidates ─► similarities ─► losses
     L = L_con + alpha L_hard                     ScalingNote, Eq. 12, over views and Matryoshka prefixes
       + weight L_teacher                         a ranking model's scores of each row's documents
-      + the same for the whole query             LightRetriever, for a token_wise query tower
+      + the same for the uncut query             LightRetriever, for a token_wise query tower
       + L_sparse + flops L_flops                 LightRetriever's term weights, Eq. 9; both weights grow
-      + KL(whole || cheap), of each half         LightRetriever, Eq. 5; that of the sparse half grows
+      + KL(uncut || cheap), of each half         LightRetriever, Eq. 5; that of the sparse half grows
 
-groups       [queries, group, views, dim]   documents of this rank's queries: the positive, its negatives
-candidates   [docs, views, dim]             of all ranks: all positives, then all first negatives, and so on
+    groups      [queries, group, views, dim]  documents of this rank's queries: the positive, its negatives
+    candidates  [docs, views, dim]            of all ranks: all positives, then all first negatives, and so on
 
-A row with fewer negatives than others has places whose document id is ABSENT. The row's positive is read in
-their stead, so that every batch has one shape, and every loss leaves them out. The equations themselves are
-in :mod:`scalingnote.train.losses`.
+A row with fewer negatives than others has places with the document id ABSENT. The row's positive is read in
+their place, so that every batch has one shape, and every loss leaves them out. The equations are in
+:mod:`scalingnote.train.losses`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,10 +52,10 @@ R = TypeVar("R", bound="TensorRecord")
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A batch whose fields are tensors, records of tensors, or None; it moves to a device as a whole."""
+    """A batch with tensors, records of tensors, or None as fields; all fields move to a device together."""
 
     def to(self: R, device: torch.device) -> R:
-        """The same record on a device."""
+        """Copy the record to a device."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return type(self)(**{n: None if part is None else part.to(device) for n, part in parts.items()})
 
@@ -67,18 +67,18 @@ class Triplets(TensorRecord):
     queries: Batch
     documents: Batch  # the positives of all queries, then all first negatives, then all second ones...
     query_ids: Int[Tensor, " queries"]
-    document_ids: Int[Tensor, " docs"]  # in the order of `documents`; ABSENT where a row has no negative
+    document_ids: Int[Tensor, " docs"]  # in the order of `documents`; ABSENT if a row has no negative
     known_positives: Int[Tensor, "queries known"]  # padded with -1; equally wide on all ranks
-    weights: Float[Tensor, " queries"]  # of each row in every loss
-    # A teacher's score of the positive, then of each negative; NaN in unscored rows. None: no row was scored.
+    weights: Float[Tensor, " queries"]  # weight of each row in every loss
+    # A teacher's score of the positive, then of each negative; NaN in unscored rows. None: no row has scores.
     scores: Float[Tensor, "queries group"] | None = None
     # Terms of the sparse queries, padded with -1, equally wide on all ranks; None without a sparse head.
     terms: Int[Tensor, "queries terms"] | None = None
-    step: Float[Tensor, ""] | None = None  # from 0, of `steps`; None: weights that grow are whole
-    steps: Float[Tensor, ""] | None = None  # of the whole run
+    step: Float[Tensor, ""] | None = None  # from 0, of `steps`; None: weights that grow are at their end
+    steps: Float[Tensor, ""] | None = None  # of the entire run
 
     def grow(self, over: float) -> float | Float[Tensor, ""]:
-        """The factor, at this step, of a weight that grows over so many steps or such a share of all."""
+        """Compute the factor at this step of a weight that grows over `over` steps, or this share of all."""
         return 1.0 if self.step is None or self.steps is None else ramp(self.step, self.steps, over=over)
 
 
@@ -89,10 +89,10 @@ class GatheredCandidates:
     triplets: Triplets
     groups: Float[Tensor, "queries group views dim"]  # of this rank's queries
     embeddings: Float[Tensor, "docs views dim"]  # of all ranks
-    columns: int  # of a group that are candidates
+    columns: int  # number of columns of a group that are candidates
     positives: Int[Tensor, " queries"]  # column of each query's positive among the candidates
-    present: Bool[Tensor, "queries group"]  # of the groups, those that are documents of their row
-    absent: Bool[Tensor, " docs"] | None  # of the candidates, those that are none; None: all are some
+    present: Bool[Tensor, "queries group"]  # which places of the groups hold a document
+    absent: Bool[Tensor, " docs"] | None  # which candidates are ABSENT; None: none of them
     ignored_documents: Bool[Tensor, "queries docs"]  # absent, or false negatives
     false_negative_queries: Bool[Tensor, "queries all"]
 
@@ -107,10 +107,10 @@ class StageOne(Objective):
         self.towers, self._losses, self._sparse, self._align = towers, losses, sparse, align
 
     def losses(self, batch: Triplets, encode: Encode) -> WeightedLosses:
-        """This rank's losses times their weights, and their parts; means of both over ranks are global."""
+        """Compute the weighted losses of this rank, and their parts; means of both over ranks are global."""
         config = self._losses
         embedded = encode("query", batch.queries) | encode("document", batch.documents)
-        # bfloat16 would round cosines to 1/256, twenty times that when divided by the temperature.
+        # bfloat16 would round cosines to 1/256, or 20 times that after division by the temperature.
         with torch.autocast(embedded["query"].device.type, enabled=False):
             queries = whole = embedded["query"][:, 0]
             candidates = gather_candidates(batch, embedded["document"], config)
@@ -122,15 +122,15 @@ class StageOne(Objective):
                 weighted["align"] = dense_alignment(queries, whole, candidates, config)
                 parts |= {name: weighted[name] for name in ("whole", "align")}
             if self._sparse:
-                more = self._sparse_losses(embedded["terms"], whole, candidates, self._sparse)
-                weighted, parts = weighted | more[0], parts | more[1]
+                sparse = self._sparse_losses(embedded["terms"], whole, candidates, self._sparse)
+                weighted, parts = weighted | sparse[0], parts | sparse[1]
         return weighted, parts
 
     def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
-        """``query`` [rows, 1, dim] or ``document`` [rows, views, dim], in float32.
+        """Encode ``query`` [rows, 1, dim] or ``document`` [rows, views, dim], in float32.
 
-        With ``query`` also ``whole_query`` of its shape, where the backbone of a token_wise tower also reads
-        the whole text; with ``document`` also ``terms`` [rows, vocabulary], of a sparse head.
+        With ``query`` also ``whole_query`` of its shape, if the backbone of a token_wise tower also reads the
+        uncut text; with ``document`` also ``terms`` [rows, vocabulary], from a sparse head.
         """
         if name == "document" and self._sparse:
             embeddings, terms = self.towers.document.read(rows)
@@ -142,7 +142,7 @@ class StageOne(Objective):
         return encoded
 
     def embeddings(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
-        """Embeddings of some rows by one tower, in float32; for validation."""
+        """Encode rows by one tower, in float32; for validation."""
         return self.towers.encode(name, rows).float()
 
     def _sparse_losses(
@@ -152,9 +152,9 @@ class StageOne(Objective):
         candidates: GatheredCandidates,
         config: Sparse,
     ) -> WeightedLosses:
-        """Contrastive loss and regulariser of term weights, and their alignment with dense scores."""
+        """Compute loss and regulariser of term weights, and their alignment with dense scores."""
         triplets = candidates.triplets
-        assert triplets.terms is not None, "the config has a sparse head, the batch no sparse queries"
+        assert triplets.terms is not None, "the config has a sparse head, but the batch has no sparse queries"
         scores = sparse_scores(
             terms, triplets.terms, columns=candidates.columns, binary=config.query == "binary"
         )
@@ -167,31 +167,32 @@ class StageOne(Objective):
             ),
             "flops": flops(mean_term_weights(terms, candidates.present)),
         }
-        grown, penalty = (triplets.grow(over) for over in (config.ramp, config.flops_ramp))
-        weighted = {"sparse": grown * parts["sparse"], "flops": penalty**2 * config.flops * parts["flops"]}
+        factor, penalty = (triplets.grow(over) for over in (config.ramp, config.flops_ramp))
+        weighted = {"sparse": factor * parts["sparse"], "flops": penalty**2 * config.flops * parts["flops"]}
         if self._align:
-            view = candidates.groups.shape[2] - 1  # the last view stands behind all others in the text
+            view = candidates.groups.shape[2] - 1  # the last view is behind all others in the text
             teacher = candidate_log_probabilities(whole, candidates, view, self._losses)
             parts["sparse_align"] = align_scores(
                 scores, teacher=teacher, weights=triplets.weights, absent=candidates.absent
             )
-            weighted["sparse_align"] = grown * parts["sparse_align"]
-        own = candidates.present.T.flatten()
-        parts["terms"] = ((terms > 0).sum(1) * own).sum() / own.sum()
+            weighted["sparse_align"] = factor * parts["sparse_align"]
+        is_document = candidates.present.T.flatten()
+        parts["terms"] = ((terms > 0).sum(1) * is_document).sum() / is_document.sum()
         return weighted, parts
 
 
 def dense_losses(
     queries: Float[Tensor, "queries dim"], candidates: GatheredCandidates, losses: Losses
 ) -> dict[str, Float[Tensor, ""]]:
-    """L_con (Eq. 8), L_hard (Eq. 11) and the teacher's loss of this rank's queries, not yet weighted.
+    """Compute L_con (Eq. 8), L_hard (Eq. 11) and the teacher's loss of this rank's queries, not yet weighted.
 
-    Returns ``contrastive``, ``margin`` and, if it has a weight, ``teacher``: sums over prefixes and views.
+    Returns:
+        ``contrastive``, ``margin`` and, if it has a weight, ``teacher``: sums over prefixes and views.
     """
     scores = candidates.triplets.scores
     if losses.teacher and scores is None:
         raise TrainingError(
-            "losses.teacher has a weight, but the triplets carry no scores: collect them with a ranking "
+            "losses.teacher has a weight, but the triplets have no scores: collect them with a ranking "
             "model, or set it to 0"
         )
     all_queries = gather(queries) if losses.bidirectional else queries
@@ -217,7 +218,7 @@ def dense_losses(
                 hard = margin_loss(cosines, margin=losses.margin, present=candidates.present, **rows)
                 margin = margin + hard
             if losses.teacher and scores is not None:
-                # The student's logits are those of its own softmax: cosines over the temperature.
+                # The student's logits are those of its own softmax: cosines divided by the temperature.
                 logits = cosines / losses.temperature
                 teacher = teacher + teacher_kl(logits, scores, present=candidates.present, **rows)
     parts = {"contrastive": contrastive, "margin": margin}
@@ -235,7 +236,7 @@ def dense_alignment(
     candidates: GatheredCandidates,
     losses: Losses,
 ) -> Float[Tensor, ""]:
-    """KL of cheap `queries` to `whole` ones (LightRetriever, Eq. 5), over prefixes and views.
+    """Compute the KL of cheap `queries` to `whole` ones (LightRetriever, Eq. 5), over prefixes and views.
 
     The teacher's scores are those of its widest prefix.
     """
@@ -258,7 +259,10 @@ def dense_alignment(
 def candidate_log_probabilities(
     queries: Float[Tensor, "queries dim"], candidates: GatheredCandidates, view: int, losses: Losses
 ) -> Float[Tensor, "queries docs"]:
-    """Log softmax over the candidates of one view, by cosines of the widest prefix of `queries`."""
+    """Compute the log softmax of `queries` over the candidates of one view.
+
+    Scores are cosines of the widest prefix, divided by the temperature.
+    """
     ((q, documents),) = prefixes(queries, candidates.embeddings[:, view], dims=[max(losses.matryoshka)])
     scores = q / losses.temperature @ documents.T
     if candidates.absent is not None:
@@ -275,7 +279,7 @@ def gather_candidates(
     """Gather positives and negatives of all ranks, with masks of the absent ones and of false negatives.
 
     `documents` are the embeddings of this rank's documents, in the order of `triplets.documents`; `losses`
-    say whether negatives are gathered too.
+    determine whether negatives are gathered too.
     """
     query_ids, known = triplets.query_ids, triplets.known_positives
     size = len(query_ids)
@@ -317,10 +321,10 @@ def sparse_scores(
     columns: int,
     binary: bool,
 ) -> Float[Tensor, "queries candidates"]:
-    """Inner products of this rank's sparse queries with the candidates of all ranks, with gradients.
+    """Compute inner products of this rank's sparse queries with the candidates of all ranks, with gradients.
 
     Each rank scores its own documents for the queries of all ranks, and the scores are gathered: gathering
-    term weights would move a vocabulary's worth of numbers for each document.
+    term weights would move one number per term of the vocabulary for each document.
 
     `documents` are all positives, all first negatives, and so on; the first `columns` of these are
     candidates. `queries` are terms with repetition, padded with -1, equally wide on all ranks. If `binary`, a
@@ -333,8 +337,10 @@ def sparse_scores(
     values.scatter_add_(1, place, (all_queries >= 0).to(values.dtype))
     if binary:
         values.clamp_(max=1)
-    own = documents[: columns * size, distinct] @ values.T
-    groups = own.unflatten(0, (columns, size)).transpose(0, 1)  # [queries, columns, queries of all ranks]
+    scores_by_document = documents[: columns * size, distinct] @ values.T
+    groups = scores_by_document.unflatten(0, (columns, size)).transpose(
+        0, 1
+    )  # [queries, columns, queries of all ranks]
     scores = gather(groups)[:, :, rank() * size : (rank() + 1) * size]
     return scores.transpose(0, 1).flatten(0, 1).T
 
@@ -342,24 +348,25 @@ def sparse_scores(
 def mean_term_weights(
     documents: Float[Tensor, "docs vocabulary"], present: Bool[Tensor, "queries group"]
 ) -> Float[Tensor, " vocabulary"]:
-    """Mean term weights over the documents of all ranks that are `present`, with gradients.
+    """Compute mean term weights over the documents of all ranks that are `present`, with gradients.
 
-    The same on each rank. `documents` are all positives, all first negatives, and so on.
+    The result is equal on all ranks. `documents` are all positives, all first negatives, and so on.
     """
-    own = present.T.flatten()[:, None]
-    total = gather((documents * own).sum(0, keepdim=True)).sum(0)
-    return total / gather(own.sum().view(1, 1)).sum()
+    is_document = present.T.flatten()[:, None]
+    total = gather((documents * is_document).sum(0, keepdim=True)).sum(0)
+    return total / gather(is_document.sum().view(1, 1)).sum()
 
 
 # --- batches ---------------------------------------------------------------------------------------------
 
 
 class TripletBatches:
-    """Triplets of any step, for one rank: a function of the step number alone.
+    """Triplets of any step, for one rank: a function only of the step number.
 
-    `share_of` gives this rank's rows of a step, from a mapped store or a stream; `facts` are those of the
-    store, `pads` the pad tokens of the query and the document tower, `steps` those of the whole run.
-    `instructions` are numbers of those of each set of a mixture; every batch draws one, by `seed`.
+    `share_of` returns this rank's rows of a step, from a mapped store or a stream; `facts` are those of the
+    store, `pads` the pad tokens of the query and the document tower, `steps` those of the entire run.
+    `instructions` are, for each set of a mixture, the numbers of its instructions; every batch draws one, by
+    `seed`.
     """
 
     def __init__(
@@ -378,19 +385,19 @@ class TripletBatches:
         self._terms: int | None = facts.get("terms")
 
     def __call__(self, step: int) -> Triplets:
-        """This rank's share of a step."""
+        """Build this rank's share of a step."""
         rows, chosen, documents, places = self._share_of(step)
         query_pad, document_pad = self._pads
         terms = None
         if self._terms is not None:
             terms = torch.from_numpy(pad_lists(rows.lists("terms", chosen), width=max(self._terms, 1)))
-        # Positives first, then each column of negatives: the layout that gather_candidates relies on.
+        # Positives first, then each column of negatives: gather_candidates expects this layout.
         tokens = documents.tokens(places.T.reshape(-1))
         queries = collate(rows.tokens(chosen), pad=query_pad, packed=True)
         if self._instructions:
-            own = self._instructions[int(rows.values("set", chosen[:1])[0])]
-            drawn = int(np.random.default_rng([self._seed, step]).integers(len(own)))
-            queries = replace(queries, instruction=own[drawn])
+            choices = self._instructions[int(rows.values("set", chosen[:1])[0])]
+            number = int(np.random.default_rng([self._seed, step]).integers(len(choices)))
+            queries = replace(queries, instruction=choices[number])
         return Triplets(
             queries=queries,
             documents=collate(tokens, pad=document_pad, packed=True),
@@ -406,7 +413,7 @@ class TripletBatches:
 
 
 def pad_lists(lists: Sequence[ndarray], *, width: int) -> Int64[ndarray, "rows width"]:
-    """Lists of at most `width` numbers as a table, padded with -1; equally wide on every rank."""
+    """Convert lists of at most `width` numbers to a table, padded with -1; equally wide on every rank."""
     out: ndarray = np.full((len(lists), width), -1, dtype=np.int64)
     for row, values in enumerate(lists):
         out[row, : len(values)] = values

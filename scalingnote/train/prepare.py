@@ -4,8 +4,9 @@
     documents  ─► documents   tokens of those, a file per slice
     triplets   ─► rows        query tokens, row numbers of documents, known answers; a file per slice and part
 
-Each text is tokenised once. A slice is a task: it reads some parts, writes its files, and last of all a
-record. A killed run repeats the slices without a record. Only the hashes are held whole, 8 bytes a document.
+Each text is tokenised once. A slice is a task: it reads some parts, writes its files, and then a record. A
+killed run repeats the slices without a record. Only the hashes are held in memory entirely, 8 bytes a
+document.
 """
 
 import json
@@ -44,7 +45,7 @@ from scalingnote.train.config import TrainConfig
 from scalingnote.train.data import Store, stand_ins
 
 log = get_logger("train")
-_MERGE_ELEMENTS = 1 << 24  # hashes that are merged at a time
+_MERGE_ELEMENTS = 1 << 24  # number of hashes that are merged together
 _SAMPLE_ROWS = 4096
 
 
@@ -54,9 +55,9 @@ class PreparedStore:
 
     store: str  # URI, for Store.open
     tokenizers: dict[str, str]  # JSON, for towers that start from scratch
-    sizes: dict[str, int]  # training rows by source and hop: what Order takes
+    sizes: dict[str, int]  # training rows by source and hop, the input of Order
     documents: int
-    group: int  # documents of a row: the positive and the hard negatives, of which some may be absent
+    group: int  # documents of a row: the positive and the hard negatives, some of them possibly absent
 
 
 class TrainingSet(NamedTuple):
@@ -67,7 +68,7 @@ class TrainingSet(NamedTuple):
 
 
 SetSlice = tuple[int, tuple[str, list[str]]]  # the number of a slice, the name of its set, its parts
-ONLY = ""  # name of a set that is trained on alone: its ids stay as they are
+ONLY = ""  # name of the set of a run without a mixture: its ids stay unchanged
 
 
 def prepare(
@@ -79,72 +80,76 @@ def prepare(
     mixture: Mapping[str, TrainingSet] | None = None,
     each: TaskRunner = map,
 ) -> PreparedStore:
-    """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
+    """Write the store of a run into `folder`, or find it there. Must be called once, before any rank starts.
 
     Args:
         config: towers, and whether there is a sparse head.
-        dataset: its documents.
-        triplets: their rows.
+        dataset: its documents are written.
+        triplets: their rows are written.
         mixture: sets by their names, in place of these two.
-        folder: must belong to this config and these artifacts, as a Draft's work directory does.
+        folder: must belong to this config and these artifacts, like the work directory of a Draft.
         each: runs the tasks; on Ray, `cluster.map_tasks`.
 
     Raises:
-        TrainingError: triplets name a document that the dataset lacks.
-        DataError: a doc_id occurs twice, or two share a hash.
+        TrainingError: triplets name a document that is not in the dataset.
+        DataError: a doc_id occurs twice, or two have the same hash.
     """
     if not Store.is_complete(folder):
         _write_store(config, mixture or {ONLY: TrainingSet(dataset, triplets)}, folder, each)
     facts = Store.facts_of(folder)
-    learnt = json.loads(fs.read_bytes(fs.join(folder, "tokenizers.json")))
-    return PreparedStore(folder, learnt, facts["sizes"], facts["documents"], facts["group"])
+    tokenizers = json.loads(fs.read_bytes(fs.join(folder, "tokenizers.json")))
+    return PreparedStore(folder, tokenizers, facts["sizes"], facts["documents"], facts["group"])
 
 
 def _write_store(config: TrainConfig, sets: Mapping[str, TrainingSet], folder: str, each: TaskRunner) -> None:
-    of_triplets = [(name, parts) for name, one in sets.items() for parts in slices(one.triplets, "triplets")]
-    of_documents = [(name, parts) for name, one in sets.items() for parts in slices(one.dataset, "documents")]
+    triplet_slices = [
+        (name, parts) for name, entry in sets.items() for parts in slices(entry.triplets, "triplets")
+    ]
+    document_slices = [
+        (name, parts) for name, entry in sets.items() for parts in slices(entry.dataset, "documents")
+    ]
     run = partial(run_slices, folder=folder, each=each, section="train")
 
-    named = run("wanted", partial(_hashes_of_slice, sets=sets, folder=folder), of_triplets)
-    group = max(record["group"] for record in named)
-    wanted = merge_hashes(folder, "wanted", files=len(of_triplets))
+    wanted_records = run("wanted", partial(_hashes_of_slice, sets=sets, folder=folder), triplet_slices)
+    group = max(record["group"] for record in wanted_records)
+    wanted = merge_hashes(folder, "wanted", files=len(triplet_slices))
 
     uri = fs.join(folder, "tokenizers.json")
     if not fs.exists(uri):
-        learnt = tokens.train_tokenizers(
+        tokenizers = tokens.train_tokenizers(
             {"query": config.query_tower, "document": config.document},
             texts=lambda: (
                 text
-                for name, one in sets.items()
-                for text in tokens.tokenizer_texts(one.triplets, one.dataset, wanted, prefix=name)
+                for name, entry in sets.items()
+                for text in tokens.tokenizer_texts(entry.triplets, entry.dataset, wanted, prefix=name)
             ),
         )
-        fs.write_bytes(uri, json.dumps(learnt).encode())
-    learnt = json.loads(fs.read_bytes(uri))
-    query = tokens.build_prompt(config.query_tower, role="query", tokenizer_json=learnt.get("query"))
+        fs.write_bytes(uri, json.dumps(tokenizers).encode())
+    tokenizers = json.loads(fs.read_bytes(uri))
+    query = tokens.build_prompt(config.query_tower, role="query", tokenizer_json=tokenizers.get("query"))
     document = tokens.build_prompt(
         config.document,
         role="document",
-        tokenizer_json=learnt.get("document"),
+        tokenizer_json=tokenizers.get("document"),
         sparse=config.sparse is not None,
     )
     assert isinstance(document, DocumentPrompt)
     assert not isinstance(query, DocumentPrompt)
     terms = sparse_query(config, document.tokenizer)
-    written = run(
+    document_records = run(
         "documents",
         partial(_documents_of_slice, sets=sets, prompt=document, folder=folder),
-        of_documents,
+        document_slices,
     )
-    place = number_documents(wanted, written, folder)
+    place = number_documents(wanted, document_records, folder)
     write_table(fs.join(folder, "place.arrow"), pa.table({"row": place}))
 
     rows = run(
         "rows",
         partial(_rows_of_slice, sets=sets, prompt=query, sparse=terms, group=group, folder=folder),
-        of_triplets,
+        triplet_slices,
     )
-    _finish_store(written, rows, group, folder)
+    _finish_store(document_records, rows, group, folder)
 
 
 def _hashes_of_slice(item: SetSlice, *, sets: Mapping[str, TrainingSet], folder: str) -> JsonRecord:
@@ -166,7 +171,10 @@ def _documents_of_slice(
 
 
 def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | None:
-    """The reader of queries as terms, with the document tower's tokenizer. None without a sparse head."""
+    """Build the reader of queries as terms, with the document tower's tokenizer.
+
+    None without a sparse head.
+    """
     sparse = config.sparse
     if sparse is None:
         return None
@@ -199,18 +207,18 @@ def _rows_of_slice(
         place=read_array(fs.join(folder, "place.arrow")),
         sparse=sparse,
     )
-    if name != ONLY:  # the set is the part, and rows know its number among all
+    if name != ONLY:  # the set is the part, and rows store its number among all sets
         rows = rows.set_column(
             rows.schema.get_field_index("part"), "part", pa.array([name] * len(rows), pa.string())
         )
         rows = rows.append_column("set", pa.array([list(sets).index(name)] * len(rows), pa.int32()))
-    kept = rows.drop_columns(["split", "part"])
+    columns = rows.drop_columns(["split", "part"])
     training = pc.equal(rows["split"], "train")
     files = {}
     for part in sorted(pc.unique(rows["part"]).to_pylist()):
-        of_part = kept.filter(pc.and_(training, pc.equal(rows["part"], part)))
+        of_part = columns.filter(pc.and_(training, pc.equal(rows["part"], part)))
         files[part] = write_tables(folder, {f"rows/{number:05d}-{part.replace('/', '-')}.arrow": of_part})
-    validation = kept.filter(pc.invert(training))
+    validation = columns.filter(pc.invert(training))
     return {
         "parts": files,
         "validation": write_tables(folder, {f"rows/{number:05d}-validation.arrow": validation}),
@@ -221,11 +229,11 @@ def _rows_of_slice(
 
 
 def mean_tokens(store: Store) -> tuple[float, float]:
-    """Mean tokens of a training row's query, and of all its documents; over a sample of 4,096 rows."""
+    """Compute mean tokens of a training row's query, and of all its documents, on 4,096 sampled rows."""
     rows = store["train"]
-    some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLE_ROWS)).astype(np.int64))
-    documents = stand_ins(rows.values("documents", some))
-    query_tokens = [len(ids) for ids in rows.lists("ids", some)]
+    sample = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLE_ROWS)).astype(np.int64))
+    documents = stand_ins(rows.values("documents", sample))
+    query_tokens = [len(ids) for ids in rows.lists("ids", sample)]
     document_tokens = [len(ids) for ids in store["documents"].lists("ids", documents.ravel())]
     return float(np.mean(query_tokens)), sum(document_tokens) / len(documents)
 
@@ -233,7 +241,7 @@ def mean_tokens(store: Store) -> tuple[float, float]:
 def merge_hashes(folder: str, name: str, *, files: int) -> UInt64[ndarray, " all"]:
     """Write the sorted union of the sorted hashes in files of `name` to ``{name}.arrow``, and return it."""
     arrays = [read_array(fs.join(folder, file_name(name, number))) for number in range(files)]
-    # One range of values at a time.
+    # Ranges of values are merged one after the other.
     ranges = max(sum(map(len, arrays)) // _MERGE_ELEMENTS, 1)
     bounds = np.array([(i << 64) // ranges for i in range(1, ranges)], dtype=np.uint64)
     pieces = zip(*(np.split(values, np.searchsorted(values, bounds)) for values in arrays), strict=True)
@@ -243,12 +251,12 @@ def merge_hashes(folder: str, name: str, *, files: int) -> UInt64[ndarray, " all
 
 
 def number_documents(
-    wanted: UInt64[ndarray, " named"], written: Sequence[JsonRecord], folder: str
+    wanted: UInt64[ndarray, " named"], records: Sequence[JsonRecord], folder: str
 ) -> Int64[ndarray, " named"]:
-    """The row number of each wanted document, or MISSING or UNREADABLE."""
+    """Return the row number of each wanted document, or MISSING_ROW or UNREADABLE_ROW."""
     place = np.full(len(wanted), tokens.MISSING_ROW, dtype=np.int64)
     start = 0
-    for record in written:
+    for record in records:
         for doc_id in record["problems"]:
             place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE_ROW
         for name, part in files_of([record]):
@@ -271,7 +279,8 @@ def _finish_store(
     if problems:
         doc_id, reason = next(iter(problems.items()))
         log.warning(
-            "%s triplets left out: their positive is one of %s documents that cannot be read, such as %s: %s",
+            "%s triplets left out: their positive is one of %s documents that cannot be read, for example "
+            "%s: %s",
             f"{left_out:,}",
             f"{len(problems):,}",
             doc_id,
@@ -280,7 +289,7 @@ def _finish_store(
     if short:
         log.info("%s triplets have fewer than %s hard negatives", f"{short:,}", group - 1)
     parts = [record["parts"] for record in rows]
-    by_part = {part: files_of(parts, part) for part in sorted({part for own in parts for part in own})}
+    by_part = {part: files_of(parts, part) for part in sorted({part for record in parts for part in record})}
     tables = {
         "documents": files_of(documents),
         "train": [file for files in by_part.values() for file in files],
@@ -299,20 +308,20 @@ def _finish_store(
 
 
 def file_name(table: str, number: int) -> str:
-    """The file of a table that a task with this number writes."""
+    """Return the name of the file of a table that the task with this number writes."""
     return f"{table}/{number:05d}.arrow"
 
 
 def files_of(records: Iterable[JsonRecord], table: str = "files") -> list[tuple[str, Part]]:
-    """The files of a table that tasks with these records wrote, in order."""
+    """List the files of a table that tasks with these records wrote, in order."""
     return [file for record in records for file in named_parts(record.get(table, []))]
 
 
 def total_rows(files: Sequence[tuple[str, Part]]) -> int:
-    """Rows of some files of a table."""
+    """Count the rows of some files of a table."""
     return sum(part.rows or 0 for _, part in files)
 
 
 def read_array(uri: str) -> Shaped[ndarray, " rows"]:
-    """The first column of an Arrow file."""
+    """Read the first column of an Arrow file."""
     return np.asarray(read_table(uri).column(0).combine_chunks())

@@ -1,11 +1,11 @@
-"""Strategies, each an engine: weights whole on every rank (DDP), or sharded by FSDP2 or DeepSpeed's ZeRO.
+"""Strategies, each an engine: weights unsharded on every rank (DDP), or sharded by FSDP2 or DeepSpeed's ZeRO.
 
 DeepSpeed is a late import: it is slow, and only ZeroEngine needs it. Its use here differs from the usual one:
 
-- The module is built whole and then partitioned; `zero.Init` and transformers 5 do not go together.
-- The process group is ours or Ray's. On CPUs the environment must say DS_ACCELERATOR=cpu from the start.
-- Its own checkpoints are pickles. We store the float32 partitions and moments of each rank as tensors, which
-  is the whole state; they fit the number of ranks that wrote them.
+- The module is built unsharded and then partitioned; `zero.Init` and transformers 5 do not work together.
+- The process group is ours or Ray's. On CPUs the environment must have DS_ACCELERATOR=cpu from the start.
+- DeepSpeed's own checkpoints are pickles. We store the float32 partitions and moments of each rank as
+  tensors, which are the complete state; they fit the number of ranks that wrote them.
 """
 
 import importlib
@@ -46,7 +46,11 @@ from scalingnote.train.engine import (
 
 
 def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
-    """Distribute `module` over the ranks by the schedule's strategy; ConfigError if a package is missing."""
+    """Distribute `module` over the ranks by the schedule's strategy.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
     strategy = schedule.strategy_for(sum(p.numel() for p in trainable(module).values()))
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -60,7 +64,7 @@ def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Eng
 
 
 class DdpEngine(Engine):
-    """Every rank holds all weights, those that learn in float32; gradients are averaged.
+    """Engine with all weights on every rank, the trained ones in float32; gradients are averaged.
 
     One process runs plain PyTorch.
     """
@@ -69,10 +73,10 @@ class DdpEngine(Engine):
 
     def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
         super().__init__(module, schedule=schedule, device=device)
-        lower_frozen(module, self._dtype)  # before a GPU would get twice the bytes
+        lower_frozen(module, self._dtype)  # first, or twice the bytes would be copied to a GPU
         module.to(device)
         self._optimize(schedule.optimizer)
-        # GradCache runs many backward passes a step, past the wrapper: it averages once, after the last.
+        # GradCache runs many backward passes a step without the wrapper: it averages once, at the end.
         if world_size() > 1 and schedule.memory.grad_cache is None:
             # The wrapper averages gradients while they are computed.
             self._forward = DistributedDataParallel(
@@ -81,17 +85,17 @@ class DdpEngine(Engine):
 
 
 class Fsdp2Engine(Engine):
-    """Weights, gradients and moments sharded over ranks: torch's `fully_shard`, layer by layer.
+    """Engine with weights, gradients and moments sharded over ranks: torch's `fully_shard`, layer by layer.
 
         backbone            sharded: its embedding table and norms as one unit, each layer as another
-        projections, tau    small: whole on every rank, their gradients averaged once a step
+        projections, tau    small: unsharded on every rank, their gradients averaged once a step
 
-    Shards of what learns are float32; all are gathered in the compute dtype, and gradients are reduced in
-    float32. Nothing above a
-    backbone is sharded, so a module's methods may be called directly: only backbones gather. A checkpoint
-    stores the position of each shard, so another number of ranks can read it.
+    Shards of trained weights are float32; weights are gathered in the compute dtype, and gradients are
+    reduced in float32. No module above a backbone is sharded, so a module's methods may be called directly:
+    only backbones gather. A checkpoint stores the position of each shard, so a different number of ranks can
+    read it.
 
-    GradCache's chunks reduce their gradients one by one: shards add up, and no rank ever holds a whole
+    GradCache's chunks reduce their gradients one by one: shards add up, and no rank ever holds an unsharded
     gradient for longer than a layer's backward pass.
     """
 
@@ -99,7 +103,7 @@ class Fsdp2Engine(Engine):
         super().__init__(module, schedule=schedule, device=device)
         low = self._dtype if self._dtype != torch.float32 else None
         lower_frozen(module, self._dtype)
-        knobs: dict[str, Any] = {
+        options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (world_size(),)),
             "reshard_after_forward": config.reshard,
             "mp_policy": MixedPrecisionPolicy(
@@ -107,42 +111,42 @@ class Fsdp2Engine(Engine):
             ),
         }
         if config.offload and device.type != "cpu":
-            knobs["offload_policy"] = CPUOffloadPolicy()
+            options["offload_policy"] = CPUOffloadPolicy()
         for backbone in backbones(module):
             for layer in layers(backbone):
-                fully_shard(layer, **knobs)
-            fully_shard(backbone, **knobs)
+                fully_shard(layer, **options)
+            fully_shard(backbone, **options)
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)
         self._optimize(schedule.optimizer)
 
     def backward(self, loss: Tensor) -> None:
-        """As the base class; shards are reduced during the pass, whole parameters after it."""
+        """Run the backward pass: shards are reduced in it, unsharded parameters after it."""
         loss.backward()
         self._average()
 
     def _clip_gradients(self) -> Tensor:
-        """The norm is over all ranks' shards and, counted once, what every rank holds."""
-        squares = torch.zeros(2, device=self.device)  # of whole gradients, of shards
-        gradients: list[Tensor] = []  # this rank's parts of them
+        """Clip by the norm over all ranks' shards and, counted once, the unsharded gradients."""
+        squares = torch.zeros(2, device=self.device)  # sums for unsharded gradients and for shards
+        gradients: list[Tensor] = []  # this rank's parts
         for gradient in (p.grad for p in self._names.values() if p.grad is not None):
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            squares[int(isinstance(gradient, DTensor))] += own.float().square().sum().to(self.device)
-            gradients.append(own)
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            squares[int(isinstance(gradient, DTensor))] += local.float().square().sum().to(self.device)
+            gradients.append(local)
         if world_size() > 1:
             dist.all_reduce(squares[1:])
         norm = squares.sum().sqrt()
         factor = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
-        for own in gradients:
-            own.mul_(factor.to(own.device))
+        for local in gradients:
+            local.mul_(factor.to(local.device))
         return norm
 
 
 class ZeroEngine(Engine):
-    """ZeRO through DeepSpeed: sharded moments (stage 1), gradients too (2), weights too (3).
+    """Engine with ZeRO through DeepSpeed: sharded moments (stage 1), gradients too (2), weights too (3).
 
-    GradCache's chunks reach it as gradient accumulation: stage 1 reduces gradients once a step, stages 2
+    GradCache's chunks are gradient accumulation to DeepSpeed: stage 1 reduces gradients once a step, stages 2
     and 3 with every chunk, into this rank's partition.
     """
 
@@ -165,11 +169,11 @@ class ZeroEngine(Engine):
             return make_optimizer([list(parameters)], schedule.optimizer, device=state_device)
 
         if config.stage == 3:
-            # The head reads a table that another module owns: DeepSpeed must gather it there too.
+            # The head reads a table that belongs to another module: DeepSpeed must gather it there too.
             for head, table in _tied_heads(module):
                 deepspeed.zero.register_external_parameter(head, table)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its own use of torch's older names
+            warnings.simplefilter("ignore")  # DeepSpeed uses older names of torch
             self._engine = deepspeed.initialize(
                 model=_FunctionRunner(module, self.precision),
                 model_parameters=list(self._names.values()),
@@ -179,22 +183,22 @@ class ZeroEngine(Engine):
             )[0]
 
     def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """As the base class; the forward pass runs inside DeepSpeed."""
+        """Compute loss and parts like the base class; the forward pass runs inside DeepSpeed."""
         loss, parts = self._engine(lambda: self.module(batch))
         return loss, parts
 
     def backward(self, loss: Tensor) -> None:
-        """As the base class; DeepSpeed averages during or after it, depending on the stage."""
+        """Run the backward pass; DeepSpeed averages during or after it, depending on the stage."""
         self._engine.backward(loss)
 
     def backward_from(self, embeddings: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
-        """As the base class; gradients add up until :meth:`step`, whichever parameters a chunk reaches."""
+        """Run the backward pass of a chunk; gradients of all parameters add up until :meth:`step`."""
         del last
-        # Through the engine, so that its hooks see the output they wait for.
+        # Through the engine, because its hooks wait for the output.
         self._engine.backward(self._engine(lambda: surrogate(embeddings, gradients)))
 
     def step(self, lr: float) -> Tensor:
-        """As the base class, on this rank's partition; DeepSpeed clips."""
+        """Step like the base class, on this rank's partition; DeepSpeed clips."""
         set_learning_rate(self._engine.optimizer, lr)
         self._engine.step()
         if self._cached:
@@ -202,10 +206,10 @@ class ZeroEngine(Engine):
         return torch.as_tensor(self._engine.get_global_grad_norm(), device=self.device)
 
     def state(self) -> dict[str, Tensor]:
-        """As the base class: this rank's float32 partitions and their moments."""
+        """Return this rank's float32 partitions and their moments."""
         partitions, zero = self._partitions(), self._engine.optimizer
         weights = {name: part.detach() for name, part in partitions.items()}
-        if self._stage == 3:  # its AdamW knows its parameters only while it steps
+        if self._stage == 3:  # its AdamW has its parameters only during a step
             zero._set_fp32_optimizer_param_groups()
         initialize_state(zero.optimizer)
         if self._stage == 3:
@@ -213,32 +217,33 @@ class ZeroEngine(Engine):
         return weights | named_state(zero.optimizer, partitions)
 
     def after_restore(self, state: Mapping[str, Tensor]) -> None:
-        """As the base class; weights in the compute dtype are copied from the partitions."""
+        """Complete a restore: copy weights in the compute dtype from the partitions."""
         partitions, zero = self._partitions(), self._engine.optimizer
         restore_scalars(zero.optimizer, partitions, state)
         if self._stage < 3:
             zero.update_lp_params()
             return
-        for own, low in zip(partitions.values(), zero.fp16_partitioned_groups_flat, strict=True):
-            low.data.copy_(own.data)
-        if zero.persistent_parameters:  # small ones, whole on every rank
+        for partition, low in zip(partitions.values(), zero.fp16_partitioned_groups_flat, strict=True):
+            low.data.copy_(partition.data)
+        if zero.persistent_parameters:  # small ones, unsharded on every rank
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def weights(self) -> dict[str, Tensor] | None:
-        """As the base class; gathered one by one from the float32 partitions."""
-        full = importlib.import_module("deepspeed.utils").safe_get_full_fp32_param
+        """Return the weights like the base class, gathered one by one from the float32 partitions."""
+        gather = importlib.import_module("deepspeed.utils").safe_get_full_fp32_param
         weights = {}
         for name, parameter in self._names.items():
-            whole = full(parameter)
+            full = gather(parameter)
             if rank() == 0:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
-                weights[name] = whole.detach().reshape(shape).float().cpu().clone()
+                weights[name] = full.detach().reshape(shape).float().cpu().clone()
         return weights if rank() == 0 else None
 
     def _clear_gradients(self) -> None:
-        """DeepSpeed overwrites old gradients in the first backward pass of a step and adds in the others.
+        """Clear the gradient buffers.
 
-        Parameters that only a later chunk reaches would otherwise add to those of the step before.
+        DeepSpeed overwrites old gradients in the first backward pass of a step and adds in the others.
+        Parameters that only a later chunk uses would otherwise add to the gradients of the previous step.
         """
         zero = self._engine.optimizer
         buffers = [getattr(zero, "grad_partitions_flat_buffer", None)]
@@ -248,9 +253,9 @@ class ZeroEngine(Engine):
                 buffer.zero_()
 
     def _partitions(self) -> dict[str, Tensor]:
-        """This rank's float32 partitions, by the names that they have in a checkpoint."""
+        """Return this rank's float32 partitions, by their names in a checkpoint."""
         zero = self._engine.optimizer
-        # Of stage 3, of stages 1 and 2, and of stage 1 in bfloat16, which has an optimizer class of its own.
+        # Of stage 3, of stages 1 and 2, and of stage 1 in bfloat16, which has a separate optimizer class.
         names = (
             "fp32_partitioned_groups_flat",
             "single_partition_of_fp32_groups",
@@ -261,9 +266,9 @@ class ZeroEngine(Engine):
 
 
 class _FunctionRunner(nn.Module):
-    """The model that DeepSpeed sees: it runs any function of the module, under our autocast.
+    """The model that DeepSpeed receives: it runs any function of the module, under our autocast.
 
-    DeepSpeed switches off an autocast around it, so ours must begin inside.
+    DeepSpeed switches off an autocast context around it, so ours must begin inside.
     """
 
     def __init__(self, module: nn.Module, precision: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -291,10 +296,10 @@ def _import_deepspeed(device: torch.device) -> Any:
             "or choose strategy fsdp2"
         ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # launchers set it, Ray among them
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # launchers set it, including Ray
     if device.type == "cpu":
-        # Otherwise it asks compilers which of its kernels they can build, and compiles a faster all-reduce
-        # between processes of a machine. Nothing here needs any of them.
+        # Otherwise DeepSpeed checks which of its kernels the compilers can build, and compiles a faster
+        # all-reduce between processes of a machine. Nothing here needs any of them.
         deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
 
@@ -309,7 +314,7 @@ def _settings(config: DeepSpeed, schedule: Schedule, *, low: bool) -> dict[str, 
         "train_batch_size": schedule.global_batch - schedule.global_batch % world_size(),
         "train_micro_batch_size_per_gpu": schedule.global_batch // world_size(),
         "gradient_accumulation_steps": 1,
-        # GradCache: a step ends when step() is called, after however many backward passes.
+        # GradCache: a step ends when step() is called, after any number of backward passes.
         "managed_gradient_accumulation": schedule.memory.grad_cache is None,
         "gradient_clipping": CLIP_NORM,
         "zero_optimization": zero,
@@ -323,6 +328,6 @@ def _settings(config: DeepSpeed, schedule: Schedule, *, low: bool) -> dict[str, 
 
 
 def _tied_heads(module: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
-    """Sparse heads without weights of their own, each with the input table it reads instead."""
+    """Return sparse heads without their own weights, each with the input table that it reads instead."""
     towers = [tower for tower in module.modules() if isinstance(tower, Tower) and tower.sparse]
     return [(t.sparse, t.input_table) for t in towers if t.sparse is not None and t.sparse.own is None]

@@ -1,18 +1,19 @@
-"""Training rows written in the order of a run, so that each rank reads its share alone and copies no store.
+"""Training rows written in the order of a run: each rank reads only its share and copies no store.
 
     places      tasks over chunks of steps       rows that `Order` selects, by file of rows
     rows        tasks over files of rows         rows by chunk; the documents they name, by file of documents
     tokens      tasks over files of documents    tokens by chunk
     stream      tasks over chunks of steps       rows and the tokens of their documents, in lanes
 
-A chunk holds some whole steps. Its file holds the batches of these steps as columns, *lanes*: a lane has one
-row of each step. A rank reads neighbouring lanes by one ranged read, so it reads 1 / world of the bytes, and
-holds two chunks' worth of its lanes: the current one, and the next, which a thread reads. A cell is the
-smallest readable piece, a few lanes (one, of batches up to MAX_CELLS rows).
+A chunk holds the rows of some steps. Its file holds the batches of these steps as columns, *lanes*: a lane
+has one row of each step. A rank reads neighbouring lanes by one ranged read. It reads 1 / world of the bytes,
+and holds its lanes of two chunks: the current one, and the next, which a thread reads. A cell is the smallest
+readable piece, a few lanes (one, for batches up to MAX_CELLS rows).
 
-Every batch has the rows that :class:`~scalingnote.train.data.Order` gives it, as with a mapped store: nothing
-is shuffled within blocks, and the order depends on neither the number of ranks nor the step of a restart. The
-price is one shuffle of all rows of the run through files before it starts, and their size on the store.
+Every batch has the rows that :class:`~scalingnote.train.data.Order` selects, the same as with a mapped store:
+rows are not shuffled within blocks, and the order depends neither on the number of ranks nor on the step of a
+restart. The cost is one shuffle of all rows of the run through files before it starts, and their size on the
+store.
 """
 
 import base64
@@ -46,9 +47,9 @@ from scalingnote.train.data import (
 
 INDEX_FILE, POOL_FILE = "stream.json", "pool.arrow"
 CHUNK_ROWS = 1 << 16  # about 200 MB of rows with 8 documents of 96 tokens, for all ranks together
-MAX_CHUNKS = 1 << 12  # of a run; with more rows, chunks are larger
-MAX_CELLS = 1 << 10  # of a chunk
-_PIECE_ROWS = 1 << 17  # that a task takes at a time
+MAX_CHUNKS = 1 << 12  # per run; with more rows, chunks are larger
+MAX_CELLS = 1 << 10  # per chunk
+_PIECE_ROWS = 1 << 17  # rows that a task processes together
 _OFFSET_BYTES = 8
 _GOLDEN = (5**0.5 - 1) / 2
 _INTERMEDIATE = ("places", "rows", "wanted", "tokens")
@@ -56,16 +57,16 @@ _INTERMEDIATE = ("places", "rows", "wanted", "tokens")
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """How the steps of a run are divided into chunks, and the rows of a step into cells."""
+    """Division of the steps of a run into chunks, and of the rows of a step into cells."""
 
     steps: int
     batch: int  # rows of a step, over all ranks
     chunk_steps: int
-    cells: int  # of a chunk; divides `batch`
+    cells: int  # per chunk; divides `batch`
 
     @classmethod
     def of(cls, steps: int, batch: int) -> "ChunkLayout":
-        """The layout of a run: chunks of about CHUNK_ROWS rows, cells as small as MAX_CELLS allows."""
+        """Compute the layout of a run: chunks of about CHUNK_ROWS rows, the smallest cells for MAX_CELLS."""
         rows = max(CHUNK_ROWS, steps * batch // MAX_CHUNKS)
         cells = max(n for n in range(1, min(batch, MAX_CELLS) + 1) if batch % n == 0)
         return cls(steps, batch, min(max(rows // batch, 1), max(steps, 1)), cells)
@@ -81,14 +82,14 @@ class ChunkLayout:
         return self.batch // self.cells
 
     def steps_of(self, chunk: int) -> range:
-        """The steps of a chunk; the last one may have fewer than the others."""
+        """Return the steps of a chunk; the last chunk may have fewer than the others."""
         first = chunk * self.chunk_steps
         return range(first, min(first + self.chunk_steps, self.steps))
 
     def lanes(self) -> Int64[ndarray, " batch"]:
-        """The row of a batch that each lane holds.
+        """Return the row of a batch that each lane holds.
 
-        Any run of lanes takes rows from all over the batch, since a batch may be sorted by length.
+        Any run of lanes takes rows from all over the batch, because a batch may be sorted by length.
         """
         return np.argsort(np.arange(self.batch) * _GOLDEN % 1, kind="stable")
 
@@ -104,10 +105,12 @@ def write_stream(
     pool: Int64[ndarray, " documents"],
     each: TaskRunner = map,
 ) -> dict[str, int]:
-    """Write the stream of a run beside its finished store, or find it there.
+    """Write the stream of a run to a subfolder of its finished store, or find it there.
 
     `batch` is the number of rows of a step, `pool` the documents of the validation sample.
-    Returns ``query_tokens`` and ``document_tokens`` of all rows of the run, and the ``bytes`` of the stream.
+
+    Returns:
+        ``query_tokens`` and ``document_tokens`` of all rows of the run, and the ``bytes`` of the stream.
     """
     folder = fs.join(store, "stream")
     index = fs.join(folder, INDEX_FILE)
@@ -118,7 +121,7 @@ def write_stream(
     run = partial(run_slices, folder=folder, each=each, section="train")
     chunks = range(layout.chunks)
     run("places", partial(_scatter_places, order=order, layout=layout, files=rows, folder=folder), chunks)
-    # Without a task: the pool is small, and stands behind the chunks as one of its own.
+    # Without a task: the pool is small, and is stored behind the chunks as an additional chunk.
     _scatter_documents(pool, np.full(len(pool), layout.chunks), np.arange(len(pool)), documents, folder, "x")
     run("rows", partial(_scatter_rows, store=store, documents=documents, folder=folder), rows)
     run("tokens", partial(_scatter_tokens, store=store, folder=folder), documents)
@@ -138,9 +141,11 @@ def _scatter_places(
 ) -> JsonRecord:
     chunk, _ = item
     batches = np.stack([order.batch(step) for step in layout.steps_of(chunk)])
-    drawn = batches[:, layout.lanes()].T.reshape(-1)  # lane after lane
-    file, row = file_and_row(drawn, np.cumsum([file.rows for file in files]))
-    table = pa.table({"row": row, "chunk": np.full(len(drawn), chunk), "place": np.arange(len(drawn))})
+    row_numbers = batches[:, layout.lanes()].T.reshape(-1)  # lane after lane
+    file, row = file_and_row(row_numbers, np.cumsum([file.rows for file in files]))
+    table = pa.table(
+        {"row": row, "chunk": np.full(len(row_numbers), chunk), "place": np.arange(len(row_numbers))}
+    )
     scatter(table, file, target=fs.join(folder, "places"), name=f"{chunk:05d}")
     return {}
 
@@ -151,15 +156,15 @@ def _scatter_rows(
     number, (name, *_) = item
     table = read_table(fs.join(store, name))
     for piece, wanted in enumerate(_pieces(folder, "places", number)):
-        own = f"{number:05d}-{piece:05d}"
-        taken = table.take(wanted["row"]).append_column("place", wanted["place"])
+        piece_name = f"{number:05d}-{piece:05d}"
+        selected = table.take(wanted["row"]).append_column("place", wanted["place"])
         chunk, place = wanted["chunk"].to_numpy(), wanted["place"].to_numpy()
-        scatter(taken, chunk, target=fs.join(folder, "rows"), name=own)
-        group = taken.schema.field("documents").type.list_size
-        named = taken["documents"].combine_chunks().flatten().to_numpy().reshape(-1, group)
-        named = stand_ins(named).reshape(-1)
+        scatter(selected, chunk, target=fs.join(folder, "rows"), name=piece_name)
+        group = selected.schema.field("documents").type.list_size
+        numbers = selected["documents"].combine_chunks().flatten().to_numpy().reshape(-1, group)
+        numbers = stand_ins(numbers).reshape(-1)
         places = (place[:, None] * group + np.arange(group)).reshape(-1)
-        _scatter_documents(named, np.repeat(chunk, group), places, documents, folder, own)
+        _scatter_documents(numbers, np.repeat(chunk, group), places, documents, folder, piece_name)
     return {}
 
 
@@ -180,9 +185,9 @@ def _scatter_tokens(item: tuple[int, Any], *, store: str, folder: str) -> JsonRe
     number, (name, *_) = item
     table = read_table(fs.join(store, name)).select(["ids", "positions"])
     for piece, wanted in enumerate(_pieces(folder, "wanted", number)):
-        taken = table.take(wanted["row"]).append_column("place", wanted["place"])
+        selected = table.take(wanted["row"]).append_column("place", wanted["place"])
         scatter(
-            taken,
+            selected,
             wanted["chunk"].to_numpy(),
             target=fs.join(folder, "tokens"),
             name=f"{number:05d}-{piece:05d}",
@@ -217,21 +222,21 @@ def _write_chunk(item: tuple[int, int], *, layout: ChunkLayout, folder: str) -> 
 
 
 def _pieces(folder: str, target: str, file: int) -> Iterator[pa.Table]:
-    """The rows of a file that chunks need, in tables of _PIECE_ROWS."""
-    held: list[pa.Table] = []
+    """Yield the rows of a file that chunks need, in tables of at least _PIECE_ROWS rows (the last: fewer)."""
+    tables: list[pa.Table] = []
     for table in stream(fs.join(folder, target), file):
-        held.append(table)
-        if sum(map(len, held)) >= _PIECE_ROWS:
-            yield pa.concat_tables(held).combine_chunks()
-            held = []
-    if held:
-        yield pa.concat_tables(held).combine_chunks()
+        tables.append(table)
+        if sum(map(len, tables)) >= _PIECE_ROWS:
+            yield pa.concat_tables(tables).combine_chunks()
+            tables = []
+    if tables:
+        yield pa.concat_tables(tables).combine_chunks()
 
 
 def _in_place(folder: str, target: str, chunk: int) -> pa.Table:
-    """All rows scattered for a chunk, by their place in it."""
-    found = pa.concat_tables(list(stream(fs.join(folder, target), chunk)))
-    return found.take(np.argsort(found["place"].to_numpy())).drop_columns(["place"])
+    """Read all rows that were scattered for a chunk, sorted by their place in it."""
+    rows = pa.concat_tables(list(stream(fs.join(folder, target), chunk)))
+    return rows.take(np.argsort(rows["place"].to_numpy())).drop_columns(["place"])
 
 
 def _chunk_uri(folder: str, chunk: int) -> str:
@@ -242,7 +247,7 @@ def _chunk_uri(folder: str, chunk: int) -> str:
 
 
 class StreamedShares:
-    """The share of a rank in any step, from the stream beside a store: its lanes of the step's chunk."""
+    """Shares of a rank in the steps, from the stream of a store: its lanes of each step's chunk."""
 
     def __init__(self, store: str, *, rank: int, world: int) -> None:
         self._folder = fs.join(store, "stream")
@@ -254,7 +259,7 @@ class StreamedShares:
         self._held: dict[int, Future[tuple[RowTable, RowTable]]] = {}
 
     def __call__(self, step: int) -> RankShare:
-        """This rank's rows of a step. The next chunk is read while those of this one are used."""
+        """Return this rank's rows of a step. The next chunk is read while this one is used."""
         chunk, within = divmod(step, self._layout.chunk_steps)
         wanted = [number for number in (chunk, chunk + 1) if number < self._layout.chunks]
         self._held = {
@@ -268,11 +273,11 @@ class StreamedShares:
         return RankShare(rows, chosen, documents, chosen[:, None] * group + np.arange(group))
 
     def _read(self, chunk: int) -> tuple[RowTable, RowTable]:
-        """The cells of a chunk that hold this rank's lanes: rows, and tokens of their documents."""
+        """Read the cells of a chunk with this rank's lanes: rows, and tokens of their documents."""
         uri, lanes = _chunk_uri(self._folder, chunk), self._layout.cell_lanes
         first, stop = self._first // lanes, -(-self._stop // lanes)
-        found = fs.read_range(uri, first * _OFFSET_BYTES, (stop - first + 1) * _OFFSET_BYTES)
-        bounds = np.frombuffer(found, dtype="<i8")
+        bound_bytes = fs.read_range(uri, first * _OFFSET_BYTES, (stop - first + 1) * _OFFSET_BYTES)
+        bounds = np.frombuffer(bound_bytes, dtype="<i8")
         data = fs.read_range(uri, int(bounds[0]), int(bounds[-1] - bounds[0]))
         table = pa.ipc.open_stream(self._schema + data).read_all().combine_chunks()
         tokens = {name: table[f"document_{name}"].combine_chunks().flatten() for name in ("ids", "positions")}
@@ -282,5 +287,5 @@ class StreamedShares:
 
 
 def read_pool(store: str) -> RowTable:
-    """Documents of the validation sample, in the order in which they were asked for."""
+    """Read the documents of the validation sample, in the order of `pool` of :func:`write_stream`."""
     return RowTable([read_table(fs.join(store, "stream", POOL_FILE)).combine_chunks()])

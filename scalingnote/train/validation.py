@@ -1,7 +1,7 @@
-"""Validation while training: contrastive entropy, R@K and MRR of held-out queries on one small, fixed sample.
+"""Validation in training: contrastive entropy, R@K and MRR of held-out queries on one small, fixed sample.
 
-Each rank encodes a share of the sample and gathers the rest, so that all have the same numbers. Training is
-not affected: no gradient is computed, no random number drawn, and every module keeps its mode.
+Each rank encodes a share of the sample and gathers the rest, so that all ranks have the same numbers.
+Training is not affected: no gradient is computed, no random number is drawn, and every module keeps its mode.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from scalingnote.train.data import RowTable, Store, permute
 from scalingnote.train.engine import Engine, broadcast_numbers, gather, rank, world_size
 
 _QUERIES, _DOCUMENTS, _NEGATIVES = range(3)  # purpose of a permutation, part of its key
-NEGATIVES = 256  # sampled per query for the contrastive entropy
+NEGATIVES = 256  # number sampled per query for the contrastive entropy
 _ROWS_PER_FORWARD = 64
 
 
@@ -37,7 +37,7 @@ def validator(
     pads: tuple[int, int],
     pool: RowTable | None = None,
 ) -> Callable[[], dict[str, float]] | None:
-    """A function that measures the towers of `engine` as they are when it is called; None without a sample.
+    """Build a function that measures the towers of `engine` when it is called; None without a sample.
 
     Every rank must call it at the same step.
 
@@ -48,7 +48,7 @@ def validator(
             of the contrastive entropy is that of the losses.
         views: of the document tower.
         pads: pad tokens of the query and the document tower.
-        pool: documents of the sample, if the store's are not at hand.
+        pool: documents of the sample, if those of the store are not available.
     """
     if config.validation is None:
         return None
@@ -72,20 +72,20 @@ def validator(
 def encode_rows(
     name: str, rows: Sequence[TokenRow], *, engine: Engine, pad: int
 ) -> Float[ndarray, "rows views dim"]:
-    """Embeddings of all rows by the tower `name` of `engine`, on every rank; training is not affected.
+    """Encode all rows by the tower `name` of `engine`, on every rank; training is not affected.
 
-    Ranks make equally many forward passes, since sharded weights are gathered in each.
+    Ranks run the same number of forward passes, because sharded weights are gathered in each.
     """
     longest_first = np.argsort([-len(row.ids) for row in rows], kind="stable")
     world = world_size()
     share = -(-len(rows) // world)
-    # In turn, so that ranks get equally long rows; the last row is repeated to make shares equal.
-    own = longest_first[np.minimum(np.arange(share) * world + rank(), len(rows) - 1)].tolist()
+    # In turn, so that ranks get rows of similar length; the last row is repeated to make shares equal.
+    row_numbers = longest_first[np.minimum(np.arange(share) * world + rank(), len(rows) - 1)].tolist()
     encode = cast(Any, engine.module).embeddings
     parts = []
     with _evaluation_mode(engine.module, engine.device), engine.precision():
         for start in range(0, share, _ROWS_PER_FORWARD):
-            chosen = [rows[number] for number in own[start : start + _ROWS_PER_FORWARD]]
+            chosen = [rows[number] for number in row_numbers[start : start + _ROWS_PER_FORWARD]]
             parts.append(encode(name, collate(chosen, pad=pad, packed=True).to(engine.device)).float())
         gathered = gather(torch.cat(parts)).unflatten(0, (world, share))
     sorted_rows = gathered.transpose(0, 1).flatten(0, 1)[: len(rows)]
@@ -96,7 +96,7 @@ def encode_rows(
 
 @contextmanager
 def _evaluation_mode(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without a graph; random states and modes are restored afterwards."""
+    """Switch to evaluation mode without a graph; random states and modes are restored afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         module.eval()
@@ -116,7 +116,7 @@ class ValidationSample:
 
     queries: list[TokenRow]
     pool: list[TokenRow]
-    positives: Int64[ndarray, " queries"]  # the column of the pool that holds a query's positive
+    positives: Int64[ndarray, " queries"]  # column of each query's positive in the pool
     relevant: Bool[ndarray, "queries docs"]  # the positive, and other documents known to answer the query
     negatives: Int64[ndarray, "queries negatives"]  # columns drawn from those not known to answer it
 
@@ -124,11 +124,11 @@ class ValidationSample:
 def draw_sample(
     store: Store, config: Validation, *, seed: int, pool: RowTable | None = None
 ) -> ValidationSample | None:
-    """The sample of a store; None where its triplets have no validation split.
+    """Draw the sample of a store; None if its triplets have no validation split.
 
-    Negatives come from the pool's random documents alone where there are enough: the positives of other
-    queries are no fair sample of all documents. `pool` are the documents that :func:`drawn_documents` names,
-    where the store's are not at hand.
+    Negatives come only from the pool's random documents if there are enough: the positives of other queries
+    are not a fair sample of all documents. `pool` are the documents that :func:`drawn_documents` returns, if
+    those of the store are not available.
     """
     rows = store["validation"]
     if not len(rows):
@@ -149,20 +149,20 @@ def draw_sample(
 
 
 def drawn_documents(store: Store, config: Validation, *, seed: int) -> Int64[ndarray, " docs"]:
-    """Row numbers of the documents of a store's sample; the store needs no table but ``validation``."""
+    """Return the row numbers of the documents of a store's sample; needs only the table ``validation``."""
     return _drawn_rows(store, config, seed)[2] if len(store["validation"]) else np.empty(0, np.int64)
 
 
 def _drawn_rows(
     store: Store, config: Validation, seed: int
 ) -> tuple[Int64[ndarray, " queries"], Int64[ndarray, " answers"], Int64[ndarray, " docs"]]:
-    """Rows of the sample's queries, their positives, and all its documents: the positives, then others."""
+    """Draw rows of the sample's queries, their positives, and all documents: the positives, then others."""
     rows, size, seed = store["validation"], store.facts["documents"], seed % 2**64
     chosen = _rows_of_distinct_queries(rows, config.queries, key=(seed, _QUERIES))
     answers = np.unique(rows.values("documents", chosen)[:, 0])
     wanted = max(config.documents - len(answers), NEGATIVES)
-    drawn = np.arange(min(wanted + len(answers), size))
-    others = permute(drawn, size=size, key=(seed, _DOCUMENTS))
+    candidates = np.arange(min(wanted + len(answers), size))
+    others = permute(candidates, size=size, key=(seed, _DOCUMENTS))
     others = others[~np.isin(others, answers)][:wanted]
     return chosen, answers, np.concatenate([answers, others])
 
@@ -174,17 +174,19 @@ def measure_retrieval(
     *,
     temperature: float,
 ) -> dict[str, float]:
-    """Mean metrics of the queries, by cosine of embeddings of any length.
+    """Compute mean metrics of the queries, by cosine of embeddings of any length.
 
-    ``contrastive_entropy`` is -log softmax of the positive against the negatives (the scaling laws' measure,
-    ScalingNote, section 4.4). ``R@K`` and ``MRR@10`` look for the first relevant document of the pool; of
+    ``contrastive_entropy`` is -log softmax of the positive against the negatives (the measure of the scaling
+    laws, ScalingNote, section 4.4). ``R@K`` and ``MRR@10`` use the first relevant document of the pool; among
     equal scores it counts as last, so that a tower with constant embeddings has a recall of 0.
     """
     scores = arrow.l2_normalize(queries).astype(np.float64) @ arrow.l2_normalize(pool).astype(np.float64).T
     rows = np.arange(len(scores))
-    right = scores[rows, sample.positives][:, None]
+    positive_scores = scores[rows, sample.positives][:, None]
     others = np.take_along_axis(scores, sample.negatives, axis=1)
-    logits = np.concatenate([np.zeros_like(right), (others - right) / temperature], axis=1)
+    logits = np.concatenate(
+        [np.zeros_like(positive_scores), (others - positive_scores) / temperature], axis=1
+    )
     with np.errstate(invalid="ignore"):  # a NaN is reported as NaN
         entropy = np.logaddexp.reduce(logits, axis=1)
     best = np.where(sample.relevant, scores, -np.inf).max(axis=1, keepdims=True)
@@ -200,12 +202,12 @@ def measure_retrieval(
 def _rows_of_distinct_queries(
     rows: RowTable, count: int, *, key: tuple[int, ...]
 ) -> Int64[ndarray, " chosen"]:
-    """Rows of up to `count` different queries, drawn from all rows."""
+    """Draw rows of up to `count` different queries from all rows."""
     chosen: dict[int, int] = {}
     for start in range(0, len(rows), count):
         numbers = np.arange(start, min(start + count, len(rows)))
-        drawn = permute(numbers, size=len(rows), key=key)
-        for row, query in zip(drawn.tolist(), rows.values("query", drawn).tolist(), strict=True):
+        row_numbers = permute(numbers, size=len(rows), key=key)
+        for row, query in zip(row_numbers.tolist(), rows.values("query", row_numbers).tolist(), strict=True):
             chosen.setdefault(query, row)
         if len(chosen) >= count:
             break

@@ -111,13 +111,13 @@ def test_a_certificate_is_a_line_and_its_error_on_a_set_that_it_leaves_out():
     [
         (0.6, agreement.MAX_DOCUMENTS, "expected to keep 81% to 97%"),
         (0.9, agreement.MAX_DOCUMENTS, "expected to keep 94% to 100%"),
-        (agreement.MEASURED_OVERLAPS[0] - 0.01, agreement.MAX_DOCUMENTS, "cannot be told: every table"),
-        (0.99, agreement.MAX_DOCUMENTS - 1, "cannot be told: fewer than 1,000 documents"),
-        (None, 0, "cannot be told: fewer than"),
+        (agreement.MEASURED_OVERLAPS[0] - 0.01, agreement.MAX_DOCUMENTS, "is unknown: every table"),
+        (0.99, agreement.MAX_DOCUMENTS - 1, "is unknown: fewer than 1,000 documents"),
+        (None, 0, "is unknown: fewer than"),
     ],
 )
 def test_distill_says_what_a_table_is_expected_to_keep_or_that_it_cannot_tell(top10, documents, told):
     found = agreement.Agreement(100, documents, 0.9, top10, None, 1.0, 1, teacher_bytes=1)
     assert told in agreement.expected_kept(found, "table")
     assert "for tables only" in agreement.expected_kept(found, "some/model")
-    assert "not at hand" in agreement.expected_kept(replace(found, teacher_bytes=None), "table")
+    assert "not available" in agreement.expected_kept(replace(found, teacher_bytes=None), "table")

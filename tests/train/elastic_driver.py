@@ -1,6 +1,7 @@
-"""What the drivers of test_elastic do, each in a process of its own, and what they give to Ray's workers.
+"""Programs of test_elastic's drivers, each in its own process, and functions that run in Ray's workers.
 
-A worker imports this file: what it does not need is imported where it is used, seconds for each process.
+A worker imports this file. Imports that it does not need are inside the functions, because they take seconds
+in each process.
 """
 
 import itertools
@@ -15,14 +16,16 @@ from scalingnote.storage.artifact import open_artifact
 from scalingnote.train.config import DataAccess, Losses, Optimizer, Ranks, TrainConfig
 
 # Step at which the first groups of ranks wait until their number changes: rank 0 before it, the others in it.
-# Each makes a checkpoint of its own before, and steps more than that.
+# Each group makes its own checkpoint before, and runs more steps than that.
 WAITS_AT = {1: 7, 2: 18}
 CONFIG = TrainConfig(
     query=tiny.query_tower(),
     document=tiny.document_tower(),
     dim=8,
     losses=Losses(matryoshka=(8,)),
-    optimizer=Optimizer(peak_lr=2e-3),  # at higher rates a rounding of 1e-6 grows to a tenth of the loss
+    optimizer=Optimizer(
+        peak_lr=2e-3
+    ),  # at higher rates a rounding error of 1e-6 grows to a tenth of the loss
     global_batch=8,
     epochs=3.0,
     precision="float32",
@@ -34,18 +37,18 @@ CONFIG = TrainConfig(
 
 
 def worlds(folder: Path) -> list[int]:
-    """The number of ranks that each rank that started was one of."""
+    """Read the number of ranks of its group, for each rank that started."""
     notes = folder / "worlds"
     return [int(line) for line in notes.read_text().split()] if notes.exists() else []
 
 
 def groups(folder: Path) -> list[int]:
-    """The number of ranks, each time that it changed."""
+    """List the numbers of ranks, without repetitions in a row."""
     return [ranks for ranks, _ in itertools.groupby(worlds(folder))]
 
 
 class CountedEncoder:
-    """Notes each part that it encodes."""
+    """Encoder that notes each part that it encodes."""
 
     def __init__(self, towers, token_budget: int, *, notes: str) -> None:
         from scalingnote.encode import engines
@@ -63,7 +66,7 @@ class CountedEncoder:
 
 
 class PatientEncoder(CountedEncoder):
-    """Notes the node it is on, and encodes nothing before two nodes are noted."""
+    """Encoder that notes its node, and encodes nothing before two nodes are noted."""
 
     def __init__(self, towers, token_budget: int, *, notes: str) -> None:
         import ray
@@ -103,7 +106,7 @@ def parents(folder: Path) -> dict[str, str]:
 
 
 def connect(nodes_wait_s: float = 0.0) -> None:
-    """Join the cluster; Ray Data and Ray Train look at once for nodes that joined, not every 20 seconds."""
+    """Join the cluster; make Ray Data and Ray Train look for new nodes every second, not every 20 seconds."""
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 
     from scalingnote.core import cluster
@@ -122,7 +125,7 @@ def train(folder: Path) -> None:
     from scalingnote.train import job
 
     class GlooTrainer(ray.train.torch.TorchTrainer):
-        """Simulated GPUs cannot talk by NCCL, which Ray Train chooses for ranks with GPUs."""
+        """Simulated GPUs cannot use NCCL, which Ray Train chooses for ranks with GPUs."""
 
         def __init__(self, *args, torch_config=None, **kwargs) -> None:
             super().__init__(*args, torch_config=ray.train.torch.TorchConfig(backend="gloo"), **kwargs)
@@ -149,16 +152,16 @@ def encode(folder: Path, encoder: type = CountedEncoder, *, min_workers: int | N
     )
 
 
-def main(what: str, folder: str) -> None:
-    if what == "grow":
+def main(program: str, folder: str) -> None:
+    if program == "grow":
         connect(nodes_wait_s=120)
         encode(Path(folder), PatientEncoder, min_workers=1)
         return
     connect()
-    {"train": train, "encode": encode}[what](Path(folder))
+    {"train": train, "encode": encode}[program](Path(folder))
 
 
 if __name__ == "__main__":
-    from elastic_driver import main  # by its name, under which workers find it
+    from elastic_driver import main  # by the name under which workers find it
 
     main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Every loss against a transcription of its equation in float64, written term by term."""
+"""Every loss against a transcription of its equation in float64, term by term."""
 
 import math
 from dataclasses import dataclass
@@ -50,22 +50,22 @@ def unit(*arrays: ndarray) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("held_in", [torch.float32, torch.bfloat16])
 def test_equations_1_to_4_13_and_14_project_states(role, backbone, views, held_in):
-    learnt = backbones.train_tokenizer(["some words to learn from"], vocabulary=400)
+    tokenizer_json = backbones.train_tokenizer(["some words to learn from"], vocabulary=400)
     config = tiny.query_tower(backbone) if role == "query" else tiny.document_tower(backbone)
-    made = dual_encoder.build_tower(config, role=role, dim=5, tokenizer_json=learnt, seed=0).eval()
-    rows = made.prompt.rows(*([["words", "some words to learn"]] * (1 if role == "query" else 3)))
-    made.projection.to(held_in)  # what is rounded is the weight, not the embeddings
-    found = made(batch.collate(rows, pad=made.pad)).detach().numpy()
-    matrix = made.projection.weight.detach().double().numpy()
+    tower = dual_encoder.build_tower(config, role=role, dim=5, tokenizer_json=tokenizer_json, seed=0).eval()
+    rows = tower.prompt.rows(*([["words", "some words to learn"]] * (1 if role == "query" else 3)))
+    tower.projection.to(held_in)  # rounds the weight, not the embeddings
+    embeddings = tower(batch.collate(rows, pad=tower.pad)).detach().numpy()
+    matrix = tower.projection.weight.detach().double().numpy()
     for i, row in enumerate(rows):
         hidden = (
-            made.backbone(input_ids=torch.tensor([row.ids])).last_hidden_state[0].detach().double().numpy()
+            tower.backbone(input_ids=torch.tensor([row.ids])).last_hidden_state[0].detach().double().numpy()
         )
         assert len(row.positions) == views
         if role == "query":  # [EOS] of a causal model, [CLS] of a student
             assert row.positions == [len(row.ids) - 1 if backbone is tiny.CAUSAL else 0]
         for view, position in enumerate(row.positions):
-            np.testing.assert_allclose(found[i, view], matrix @ hidden[position], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(embeddings[i, view], matrix @ hidden[position], rtol=1e-4, atol=1e-5)
 
 
 def test_equation_15_qkd():
@@ -79,7 +79,7 @@ def test_equation_15_qkd():
 
 @dataclass
 class Rows:
-    """A global batch in numpy: group 0 of `documents` are the positives."""
+    """A global batch in numpy: group 0 of `documents` holds the positives."""
 
     queries: ndarray  # [queries, dim]
     documents: ndarray  # [group, queries, views, dim]
@@ -96,9 +96,9 @@ class Rows:
 
 
 def rows_of(size: int, group: int, *, views: int, dim: int, seed: int, short: bool = False) -> Rows:
-    """Few distinct ids, so that duplicates and known positives are common; one row in three unscored.
+    """Draw rows with few distinct ids, so that duplicates and known positives are common; some are unscored.
 
-    With `short`, a third of the negatives is absent, and something else stands in their place.
+    With `short`, a third of the negatives is absent, and other values are in their place.
     """
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(size, group))
@@ -121,7 +121,7 @@ def rows_of(size: int, group: int, *, views: int, dim: int, seed: int, short: bo
 
 
 def equations_5_to_12(rows: Rows, losses: Losses) -> dict[str, float]:
-    """L_con, L_hard and the teacher's loss, every term by itself."""
+    """Compute L_con, L_hard and the teacher's loss, each term separately."""
     size, group = len(rows.queries), len(rows.documents)
     columns = group if losses.denominator == "positives_and_negatives" else 1
     total = {"contrastive": 0.0, "margin": 0.0, "teacher": 0.0}
@@ -137,30 +137,34 @@ def equations_5_to_12(rows: Rows, losses: Losses) -> dict[str, float]:
             q, d = rows.queries[:, :m], rows.documents[:, :, view, :m]
             for i in range(size):
                 weight = rows.weights[i] / size
-                right = np.exp(cos(q[i], d[0, i]) / losses.temperature)
-                there = right
+                positive = np.exp(cos(q[i], d[0, i]) / losses.temperature)
+                forward = positive
                 for column in range(columns):
                     for j in range(size):
-                        mine = column == 0 and (j == i or same_query(i, j))
+                        is_positive = column == 0 and (j == i or same_query(i, j))
                         name = rows.document_ids[column, j]
-                        if name >= 0 and not mine and not answers(i, name):
-                            there += np.exp(cos(q[i], d[column, j]) / losses.temperature)
-                back = right
+                        if name >= 0 and not is_positive and not answers(i, name):
+                            forward += np.exp(cos(q[i], d[column, j]) / losses.temperature)
+                backward = positive
                 for j in range(size):
                     if j != i and not same_query(i, j) and not answers(j, rows.document_ids[0, i]):
-                        back += np.exp(cos(q[j], d[0, i]) / losses.temperature)
+                        backward += np.exp(cos(q[j], d[0, i]) / losses.temperature)
                 if losses.bidirectional:
-                    total["contrastive"] -= weight * (np.log(right / there) + np.log(right / back)) / 2
+                    total["contrastive"] -= (
+                        weight * (np.log(positive / forward) + np.log(positive / backward)) / 2
+                    )
                 else:
-                    total["contrastive"] -= weight * np.log(right / there)
-                own = np.flatnonzero(rows.document_ids[:, i] >= 0)
-                cosines = [cos(q[i], d[column, i]) for column in own]
-                for wrong in cosines[1:]:
-                    total["margin"] += weight * max(0.0, losses.margin - cosines[0] + wrong) / (len(own) - 1)
-                given = rows.scores[i][own]
-                if losses.teacher and not np.isnan(given).any():
+                    total["contrastive"] -= weight * np.log(positive / forward)
+                present = np.flatnonzero(rows.document_ids[:, i] >= 0)
+                cosines = [cos(q[i], d[column, i]) for column in present]
+                for cosine in cosines[1:]:
+                    total["margin"] += (
+                        weight * max(0.0, losses.margin - cosines[0] + cosine) / (len(present) - 1)
+                    )
+                teacher_scores = rows.scores[i][present]
+                if losses.teacher and not np.isnan(teacher_scores).any():
                     student = np.exp(np.array(cosines) / losses.temperature)
-                    share, target = student / student.sum(), np.exp(given)
+                    share, target = student / student.sum(), np.exp(teacher_scores)
                     target /= target.sum()
                     total["teacher"] += weight * float((target * np.log(target / share)).sum())
     return total
@@ -191,25 +195,25 @@ def test_equations_5_to_12_together(
     )
     documents = torch.tensor(rows.documents).flatten(0, 1).requires_grad_()
     candidates = gather_candidates(rows.triplets(), documents, losses)
-    found = dense_losses(torch.tensor(rows.queries), candidates, losses)
+    parts = dense_losses(torch.tensor(rows.queries), candidates, losses)
     expected = equations_5_to_12(rows, losses)
-    for name, value in found.items():
+    for name, value in parts.items():
         assert value.item() == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
-    sum(found.values()).backward()
+    sum(parts.values()).backward()
     assert documents.grad.isfinite().all()
     assert (documents.grad[torch.tensor(rows.document_ids).flatten() < 0] == 0).all()
 
 
-# --- the softmax that keeps no scores ----------------------------------------------------------------------
+# --- softmax that keeps no scores --------------------------------------------------------------------------
 
 
-def of_scores(queries, candidates, *, temperature, **knobs):
-    """The same from scores, which are kept."""
-    return cross_entropy(queries @ candidates.T / temperature, **knobs)
+def of_scores(queries, candidates, *, temperature, **options):
+    """Compute the same loss from scores, which are kept."""
+    return cross_entropy(queries @ candidates.T / temperature, **options)
 
 
 def plain_softmax(queries, candidates, *, positives, temperature, ignore, weights):
-    """The same by PyTorch's own operations."""
+    """Compute the same loss with PyTorch's own operations."""
     scores = queries @ candidates.T / temperature
     ignore = ignore & ~F.one_hot(positives, len(candidates)).bool()
     rows = F.cross_entropy(scores.masked_fill(ignore, -torch.inf), positives, reduction="none")
@@ -217,7 +221,7 @@ def plain_softmax(queries, candidates, *, positives, temperature, ignore, weight
 
 
 def test_value_and_gradients_equal_plain_cross_entropy():
-    ignore, found = torch.zeros(3, 5, dtype=torch.bool), []
+    ignore, results = torch.zeros(3, 5, dtype=torch.bool), []
     ignore[0, [0, 2]] = ignore[2, [1, 3, 4]] = True  # the first is row 0's own positive
     for loss in (info_nce, of_scores, plain_softmax):
         leaves = [*unit(draw(3, 6), draw(5, 6, seed=1)), torch.tensor(0.05, dtype=torch.float64)]
@@ -231,21 +235,21 @@ def test_value_and_gradients_equal_plain_cross_entropy():
             weights=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64),
         )
         (3.0 * value).backward()
-        found.append([value, queries.grad, candidates.grad, temperature.grad])
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other, rtol=1e-12, atol=1e-12)
+        results.append([value, queries.grad, candidates.grad, temperature.grad])
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-12, atol=1e-12)
 
 
 def test_no_scores_are_kept_for_the_backward_pass():
-    kept = []
+    shapes = []
     queries, candidates = unit(draw(30, 6), draw(50, 6, seed=1))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
         info_nce(queries.requires_grad_(), candidates, positives=torch.arange(30), temperature=0.05)
-    assert kept
-    assert all(math.prod(shape) < 30 * 50 for shape in kept)
+    assert shapes
+    assert all(math.prod(shape) < 30 * 50 for shape in shapes)
 
 
-def test_a_row_of_its_positive_only_has_no_loss_and_no_gradient():
+def test_a_row_with_only_its_positive_has_no_loss_or_gradient():
     queries, candidates = unit(draw(2, 6), draw(4, 6, seed=1))
     ignore = torch.ones(2, 4, dtype=torch.bool)
     loss = info_nce(
@@ -302,33 +306,33 @@ def test_equations_11_to_13(kind: str, seed: int, queries: int, documents: int, 
     teacher[~scored] = torch.nan
     student.requires_grad_()
     mask = {"scored": scored} if masked else {}
-    found = equations.SCORE_LOSSES[kind](student, teacher, **mask, weights=weights)
+    loss = equations.SCORE_LOSSES[kind](student, teacher, **mask, weights=weights)
     rows = [
         w * EQUATIONS[kind](s[m].tolist(), t[m].tolist())
         for w, s, t, m in zip(weights.tolist(), student, teacher, scored, strict=True)
         if m.any()
     ]
-    assert found.item() == pytest.approx(sum(rows) / queries, rel=1e-9, abs=1e-12)
-    found.backward()
+    assert loss.item() == pytest.approx(sum(rows) / queries, rel=1e-9, abs=1e-12)
+    loss.backward()
     assert torch.isfinite(student.grad).all()
     assert (student.grad[~scored] == 0).all()
 
 
 @pytest.mark.parametrize("loss", [*equations.SCORE_LOSSES.values(), teacher_kl])
-def test_a_student_that_scores_as_its_teacher_learns_nothing(loss):
+def test_a_student_with_its_teachers_scores_has_no_gradient(loss):
     teacher = scores(0, 3, 4)
-    shift = 7.0 if loss is teacher_kl else 0.0  # of a softmax only differences count
+    shift = 7.0 if loss is teacher_kl else 0.0  # only differences change a softmax
     student = (teacher + shift).requires_grad_()
     loss(student, teacher).backward()
     assert student.grad.abs().max() < 1e-12
 
 
-def test_equations_7_and_8_are_norms_and_not_squares():
+def test_equations_7_and_8_are_norms_not_squares():
     teacher, student, weights = scores(0, 5, 3), scores(1, 5, 3), scores(2, 5).abs()
     expected = np.mean([w * math.dist(t, s) for w, t, s in zip(weights, teacher, student, strict=True)])
-    found = equations.embedding_matching(teacher, student, weights=weights)
-    assert found.item() == pytest.approx(float(expected))
-    student[2] = teacher[2]  # where they meet, there is no direction to go
+    loss = equations.embedding_matching(teacher, student, weights=weights)
+    assert loss.item() == pytest.approx(float(expected))
+    student[2] = teacher[2]  # equal vectors have no direction
     student.requires_grad_()
     equations.embedding_matching(teacher, student).backward()
     assert (student.grad.norm(dim=1) * 5).tolist() == pytest.approx([1, 1, 0, 1, 1])
@@ -338,10 +342,10 @@ def test_equations_7_and_8_are_norms_and_not_squares():
 
 
 @pytest.mark.parametrize("over", [0.5, 20.0], ids=["share", "steps"])
-def test_a_weight_grows_over_a_share_of_the_run_or_a_number_of_steps(over: float):
+def test_a_weight_grows_over_a_share_of_a_run_or_over_steps(over: float):
     steps = torch.tensor(40.0)
-    found = [ramp(torch.tensor(step), steps, over=over) for step in (0.0, 5.0, 20.0, 36.0)]
-    assert found == [0, 0.25, 1, 1]
+    factors = [ramp(torch.tensor(step), steps, over=over) for step in (0.0, 5.0, 20.0, 36.0)]
+    assert factors == [0, 0.25, 1, 1]
     assert ramp(torch.tensor(4.0), steps, over=0.0) == 1.0
 
 
@@ -349,11 +353,11 @@ def test_alignment_is_the_mean_divergence_from_the_teacher():
     queries, documents = torch.tensor(draw(4, 3)), torch.tensor(draw(6, 3, seed=1))
     teacher = torch.tensor(draw(4, 6, seed=2)).log_softmax(1)
     weights = torch.tensor([1.0, 2, 0.5, 1], dtype=torch.float64)
-    knobs = {"teacher": teacher, "weights": weights}
+    options = {"teacher": teacher, "weights": weights}
     student = (queries / 0.1 @ documents.T).log_softmax(1)
     expected = ((teacher.exp() * (teacher - student)).sum(1) * weights).mean()
-    torch.testing.assert_close(align(queries, documents, temperature=0.1, **knobs), expected)
-    torch.testing.assert_close(align_scores(queries / 0.1 @ documents.T, **knobs), expected)
-    assert align_scores(teacher, **knobs).abs() < 1e-12
+    torch.testing.assert_close(align(queries, documents, temperature=0.1, **options), expected)
+    torch.testing.assert_close(align_scores(queries / 0.1 @ documents.T, **options), expected)
+    assert align_scores(teacher, **options).abs() < 1e-12
     leaves = [queries.requires_grad_(), documents.requires_grad_()]
-    assert torch.autograd.gradcheck(lambda q, d: align(q, d, temperature=0.5, **knobs), leaves)
+    assert torch.autograd.gradcheck(lambda q, d: align(q, d, temperature=0.5, **options), leaves)

@@ -1,4 +1,4 @@
-"""GradCache equals one backward pass over the same chunks; shares are those of each loss's gradient."""
+"""GradCache equals one backward pass over the same chunks; shares describe the gradient of each loss."""
 
 import logging
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stages import DIM, Found, PlainEngine, gradients, learnt, towers, triplets
+from stages import DIM, PlainEngine, Tensors, gradients, learnt, towers, triplets
 from torch import Tensor, nn
 
 import ranks
@@ -37,18 +37,18 @@ CHUNKS, ALL = GradCache(query_rows=3, document_rows=4), GradCache(query_rows=100
 
 
 def stage() -> StageOne:
-    """Encoders with dropout."""
+    """Build encoders with dropout."""
     return StageOne(towers(tiny.BIDIRECTIONAL), Losses(matryoshka=(4, DIM))).train()
 
 
-def batch_of(made: StageOne, *, packed: bool = False) -> Any:
-    return triplets(made.towers, range(ROWS), of=2 * ROWS, packed=packed)
+def batch_of(module: StageOne, *, packed: bool = False) -> Any:
+    return triplets(module.towers, range(ROWS), of=2 * ROWS, packed=packed)
 
 
 def plain_backward(engine: PlainEngine, batch: Any, *, config: GradCache) -> Tensor:
-    """The slow twin: chunks drawn in the same order, but all graphs kept until one backward pass."""
+    """Run a slow equivalent: chunks in the same order, but all graphs are kept until one backward pass."""
 
-    def encode(name: str, rows: Batch) -> Found:
+    def encode(name: str, rows: Batch) -> Tensors:
         size = config.query_rows if name == "query" else config.document_rows
         chunks = []
         for start in range(0, len(rows), size):
@@ -64,28 +64,28 @@ def plain_backward(engine: PlainEngine, batch: Any, *, config: GradCache) -> Ten
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("what", ["stage I", "stage II"])
-def test_gradients_equal_a_plain_backward_pass(dtype: torch.dtype, packed: bool, what: str):
+@pytest.mark.parametrize("stage_name", ["stage I", "stage II"])
+def test_gradients_equal_a_plain_backward_pass(dtype: torch.dtype, packed: bool, stage_name: str):
     results = []
     for backward in (lambda *a, **k: cached_backward(*a, **k)[0], plain_backward):
-        made = stage()
-        batch = batch_of(made, packed=packed)
-        if what == "stage II":
+        module = stage()
+        batch = batch_of(module, packed=packed)
+        if stage_name == "stage II":
             draw = torch.Generator().manual_seed(0)
             batch = Lesson(batch.queries, torch.randn(ROWS, DIM, generator=draw))
-            made = StageTwo(made.towers.query, DistillLosses())
+            module = StageTwo(module.towers.query, DistillLosses())
         torch.manual_seed(5)
-        engine = PlainEngine(made, dtype)
+        engine = PlainEngine(module, dtype)
         loss = backward(engine, batch, config=CHUNKS)
         assert engine.lasts == [False] * (len(engine.lasts) - 1) + [True] * bool(engine.lasts)
-        results.append((loss, gradients(made), torch.rand(3)))
-    (cached, found, after), (loss, expected, after_plain) = results
+        results.append((loss, gradients(module), torch.rand(3)))
+    (cached, cached_gradients, after), (loss, expected, after_plain) = results
     torch.testing.assert_close(cached, loss)
     torch.testing.assert_close(after, after_plain)  # the second pass left no trace
-    assert found.keys() == expected.keys()
+    assert cached_gradients.keys() == expected.keys()
     tolerance = {"atol": 1e-6, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 2e-3, "rtol": 2e-2}
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=name, **tolerance)
+        torch.testing.assert_close(cached_gradients[name], value, msg=name, **tolerance)
 
 
 class OwnDocuments(Objective):
@@ -95,7 +95,7 @@ class OwnDocuments(Objective):
         super().__init__()
         self.towers = stage().eval().towers
 
-    def encode(self, name: str, rows: Batch) -> Found:
+    def encode(self, name: str, rows: Batch) -> Tensors:
         return {name: self.towers.encode(name, rows).float()}
 
     def losses(self, batch: Any, encode: Encode) -> WeightedLosses:
@@ -104,26 +104,26 @@ class OwnDocuments(Objective):
         return {"products": torch.einsum("qd,gqd->q", queries, documents).square().sum()}, {}
 
 
-def on_a_rank(counts: tuple[int, ...]) -> tuple[Found, Found, int]:
-    """Averaged gradients of a cached step, of a plain one without dropout, and how many chunks were run."""
-    rows, found = counts[dist.get_rank()], []
+def on_a_rank(counts: tuple[int, ...]) -> tuple[Tensors, Tensors, int]:
+    """Return averaged gradients of a cached and a plain step without dropout, and the number of chunks."""
+    rows, results = counts[dist.get_rank()], []
     for cached in (True, False):
-        made = OwnDocuments()
-        engine, batch = PlainEngine(made), triplets(made.towers, range(rows), of=rows)
+        module = OwnDocuments()
+        engine, batch = PlainEngine(module), triplets(module.towers, range(rows), of=rows)
         if cached:
             cached_backward(engine, batch, config=CHUNKS)
             chunks = len(engine.lasts)
         else:
-            made(batch)[0].backward()
-        found.append(gradients(made))
-        for value in found[-1].values():
+            module(batch)[0].backward()
+        results.append(gradients(module))
+        for value in results[-1].values():
             dist.all_reduce(value)
-    return found[0], found[1], chunks
+    return results[0], results[1], chunks
 
 
-def test_ranks_with_unequal_rows_run_equally_many_chunks():
+def test_ranks_with_unequal_rows_run_the_same_number_of_chunks():
     (cached, plain, chunks), (_, _, others) = ranks.run(on_a_rank, (7, 2), world=2)
-    assert chunks == others == 3 + 4  # queries and documents, as the larger rank needs
+    assert chunks == others == 3 + 4  # queries and documents of the larger rank
     torch.testing.assert_close(cached, plain, atol=1e-4, rtol=1e-4)  # sums in another order
 
 
@@ -131,38 +131,38 @@ def test_ranks_with_unequal_rows_run_equally_many_chunks():
 
 
 @pytest.mark.parametrize("cache", [ALL, CHUNKS], ids=["plain", "chunks"])
-def test_shares_are_those_of_the_gradients_of_each_loss(cache: GradCache, monkeypatch: pytest.MonkeyPatch):
+def test_shares_equal_those_of_separate_gradients(cache: GradCache, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grad_cache, "GRADIENT_ROWS", 1000)
-    made = stage().eval()
-    batch = batch_of(made)
-    found = grad_cache.gradient_shares(PlainEngine(made), batch, cache=cache)
-    weighted, _ = made.losses(batch, made.encode)
-    assert found.keys() == weighted.keys() == {"contrastive", "margin"}
-    own = {name: flat(loss, measured_parameters(made)) for name, loss in weighted.items()}
-    total = sum(own.values(), start=torch.zeros(()))
-    for name, gradient in own.items():
+    module = stage().eval()
+    batch = batch_of(module)
+    shares = grad_cache.gradient_shares(PlainEngine(module), batch, cache=cache)
+    weighted, _ = module.losses(batch, module.encode)
+    assert shares.keys() == weighted.keys() == {"contrastive", "margin"}
+    separate = {name: flat(loss, measured_parameters(module)) for name, loss in weighted.items()}
+    total = sum(separate.values(), start=torch.zeros(()))
+    for name, gradient in separate.items():
         cosine = torch.cosine_similarity(gradient, total, dim=0)
-        assert found[name] == pytest.approx((float(gradient.norm()), float(cosine)), rel=1e-4, abs=1e-4)
+        assert shares[name] == pytest.approx((float(gradient.norm()), float(cosine)), rel=1e-4, abs=1e-4)
 
 
 def flat(loss: Tensor, parameters: Any) -> Tensor:
-    """The gradient of `loss` as one vector."""
-    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    filled = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True))
-    return torch.cat([value.flatten() for value in filled])
+    """Compute the gradient of `loss` as one vector."""
+    gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    dense = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True))
+    return torch.cat([value.flatten() for value in dense])
 
 
 def test_the_step_after_a_measurement_draws_the_same_numbers():
-    made = stage()  # with dropout
+    module = stage()  # with dropout
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    assert grad_cache.gradient_shares(PlainEngine(made), batch_of(made), cache=ALL)
+    assert grad_cache.gradient_shares(PlainEngine(module), batch_of(module), cache=ALL)
     torch.testing.assert_close(torch.rand(3), expected)
-    assert all(parameter.grad is None for parameter in made.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_adapters_are_measured_and_large_models_in_part(monkeypatch: pytest.MonkeyPatch):
+def test_only_adapters_or_a_part_of_a_large_model_are_measured(monkeypatch: pytest.MonkeyPatch):
     adapted = {"lora": Lora(rank=2)}
     both = dual_encoder.build(
         tiny.query_tower(tiny.CAUSAL).model_copy(update=adapted),
@@ -180,13 +180,13 @@ def test_adapters_are_measured_and_large_models_in_part(monkeypatch: pytest.Monk
 
 
 class Drowned(Objective):
-    """One loss asks for 0 at a small weight, the other for growth that never ends."""
+    """One loss with a small weight has its minimum at 0; the other falls forever as its parameter grows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
 
-    def encode(self, name: str, rows: Batch) -> Found:
+    def encode(self, name: str, rows: Batch) -> Tensors:
         return {name: self.weight.expand(len(rows), 2)}
 
     def losses(self, batch: Batch, encode: Encode) -> WeightedLosses:
@@ -195,27 +195,25 @@ class Drowned(Objective):
         return {"small": 1e-3 * parts["small"], "large": parts["large"]}, parts
 
 
-def test_a_loss_without_a_share_that_stands_still_is_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_one_warning_names_a_loss_that_stands_still(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     schedule = Schedule(optimizer=Optimizer(peak_lr=1e-5), precision="float32", global_batch=2)
     batch = collate(stage().towers.query.prompt.rows(["a"]), pad=0)
     with caplog.at_level(logging.INFO, logger="scalingnote"):
         engine, steps = build(Drowned(), schedule=schedule, device=CPU), 2 * SHARE_INTERVAL_STEPS + 1
         loop = TrainingLoop(engine, schedule, Checkpoints(str(tmp_path)), section="test", steps=steps)
         history = loop.fit(lambda step: batch)
-    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == 1, warned
-    assert "the loss small stands still at 0.99" in warned[0]
-    noted = [line for line in history.curve if "gradient_cosine/small" in line]
-    assert [line["step"] for line in noted] == [0, SHARE_INTERVAL_STEPS, 2 * SHARE_INTERVAL_STEPS]
-    assert all(line["gradient_cosine/small"] < 0.1 < line["gradient_cosine/large"] for line in noted)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1, warnings
+    assert "the loss small stands still at 0.99" in warnings[0]
+    measured = [line for line in history.curve if "gradient_cosine/small" in line]
+    assert [line["step"] for line in measured] == [0, SHARE_INTERVAL_STEPS, 2 * SHARE_INTERVAL_STEPS]
+    assert all(line["gradient_cosine/small"] < 0.1 < line["gradient_cosine/large"] for line in measured)
 
 
-def test_nothing_is_noted_if_nothing_is_measured():
-    made = stage()
-    shares = GradientShares(PlainEngine(made), section="test", cache=None)  # the engine is not `whole`
-    assert shares.measure(0, batch_of(made)) == {}
+def test_an_engine_that_is_not_whole_measures_nothing():
+    module = stage()
+    shares = GradientShares(PlainEngine(module), section="test", cache=None)  # the engine is not `whole`
+    assert shares.measure(0, batch_of(module)) == {}
 
 
 @pytest.mark.parametrize(
@@ -228,5 +226,5 @@ def test_nothing_is_noted_if_nothing_is_measured():
         ([0.0, 0.0], []),  # a margin that no row violates
     ],
 )
-def test_standing_still(values: list[float], expected: list[str]):
+def test_standing_still_names_losses_that_do_not_fall(values: list[float], expected: list[str]):
     assert standing_still([{"loss": value} for value in values]) == expected

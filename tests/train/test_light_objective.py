@@ -1,4 +1,4 @@
-"""LightRetriever's losses: what they add up, against plain transcriptions, and through GradCache."""
+"""LightRetriever's losses: their sum, against plain transcriptions, and through GradCache."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from stages import Found, PlainEngine, step
+from stages import PlainEngine, Tensors, step
 
 import light
 import ranks
@@ -33,12 +33,12 @@ def unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def transcribed(made: StageOne, batch, losses: Losses) -> dict[str, float]:
-    """The parts in float64 numpy, from what the towers give."""
+def transcribed(module: StageOne, batch, losses: Losses) -> dict[str, float]:
+    """Compute the parts in float64 numpy, from the outputs of the towers."""
     with torch.no_grad():
-        read = made.encode("query", batch.queries)
-        cheap, whole = (read[name][:, 0].double().numpy() for name in ("query", "whole_query"))
-        dense, terms = (x.double().numpy() for x in made.towers.document.read(batch.documents))
+        embeddings = module.encode("query", batch.queries)
+        cheap, whole = (embeddings[name][:, 0].double().numpy() for name in ("query", "whole_query"))
+        dense, terms = (x.double().numpy() for x in module.towers.document.read(batch.documents))
     dense, weights = dense[:, 0], batch.weights.double().numpy()
     ids = batch.document_ids
     ignore = false_negative_documents(
@@ -64,8 +64,8 @@ def transcribed(made: StageOne, batch, losses: Losses) -> dict[str, float]:
         return unit(queries[:, :m]) @ unit(dense[:, :m]).T / losses.temperature
 
     counts = np.zeros((ROWS, terms.shape[1]))
-    for row, found in enumerate(batch.terms.tolist()):
-        for term in found:
+    for row, row_terms in enumerate(batch.terms.tolist()):
+        for term in row_terms:
             counts[row, term] += term >= 0
     sparse = counts @ terms.T
     widest = max(losses.matryoshka)
@@ -80,29 +80,31 @@ def transcribed(made: StageOne, batch, losses: Losses) -> dict[str, float]:
     }
 
 
-# Of ten steps, 2.5 are done: a ramp is a share of them, or a number of steps.
+# The step is 2.5 of 10: a ramp is a share of them, or a number of steps.
 @pytest.mark.parametrize(("ramp", "flops_ramp"), [(0.0, 0.5), (5.0, 5.0)], ids=["shares", "steps"])
 @pytest.mark.parametrize("short", [(), (1, 4)], ids=["whole", "short"])
-def test_every_part_is_what_the_paper_says(short: tuple[int, ...], ramp: float, flops_ramp: float):
-    made = light.stage(sparse=Sparse(ramp=ramp, flops=1e-2, flops_ramp=flops_ramp))
-    batch = light.triplets(made, range(ROWS), of=ROWS, packed=True, step=2.5)
+def test_every_part_follows_the_equation_of_the_paper(short: tuple[int, ...], ramp: float, flops_ramp: float):
+    module = light.stage(sparse=Sparse(ramp=ramp, flops=1e-2, flops_ramp=flops_ramp))
+    batch = light.triplets(module, range(ROWS), of=ROWS, packed=True, step=2.5)
     batch.document_ids[[ROWS + row for row in short]] = -1  # rows without a hard negative
-    loss, parts = made(batch)
-    expected = transcribed(made, batch, light.LOSSES)
+    loss, parts = module(batch)
+    expected = transcribed(module, batch, light.LOSSES)
     for name, value in expected.items():
         assert parts[name].item() == pytest.approx(value, rel=1e-4), name
-    grown = 0.5 if ramp else 1.0
-    together = expected["contrastive"] + expected["whole"] + expected["align"]
-    together += grown * (expected["sparse_align"] + expected["sparse"]) + 1e-2 * 0.5**2 * expected["flops"]
-    assert loss.item() == pytest.approx(together, rel=1e-4)
+    factor = 0.5 if ramp else 1.0
+    expected_loss = expected["contrastive"] + expected["whole"] + expected["align"]
+    expected_loss += (
+        factor * (expected["sparse_align"] + expected["sparse"]) + 1e-2 * 0.5**2 * expected["flops"]
+    )
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-4)
 
 
-def test_the_teacher_learns_nothing_from_aligning():
-    made = light.stage()
-    batch = light.triplets(made, range(ROWS), of=ROWS)
-    read = made.encode("query", batch.queries) | made.encode("document", batch.documents)
-    embeddings = {name: tensor.detach().requires_grad_() for name, tensor in read.items()}
-    weighted, _ = made.losses(batch, lambda name, rows: embeddings)
+def test_alignment_gives_the_teacher_no_gradient():
+    module = light.stage()
+    batch = light.triplets(module, range(ROWS), of=ROWS)
+    encoded = module.encode("query", batch.queries) | module.encode("document", batch.documents)
+    embeddings = {name: tensor.detach().requires_grad_() for name, tensor in encoded.items()}
+    weighted, _ = module.losses(batch, lambda name, rows: embeddings)
     for name in ("align", "sparse_align"):
         sides = [embeddings["query"], embeddings["whole_query"]]
         cheap, whole = torch.autograd.grad(weighted[name], sides, retain_graph=True, allow_unused=True)
@@ -115,13 +117,13 @@ def test_binary_queries_count_a_term_once():
     batch = light.triplets(counted, range(ROWS), of=ROWS)
     twice = torch.cat([batch.terms, batch.terms], dim=1)
     doubled = light.Triplets(**{**vars(batch), "terms": twice})
-    parts = [made.eval()(b)[1]["sparse"] for made in (counted, binary) for b in (batch, doubled)]
+    parts = [module.eval()(b)[1]["sparse"] for module in (counted, binary) for b in (batch, doubled)]
     assert parts[0] != parts[1]
     torch.testing.assert_close(parts[2], parts[3])
 
 
-def test_a_transformer_query_tower_teaches_its_own_sparse_side():
-    made = light.stage()
+def test_a_transformer_query_tower_is_aligned_with_its_terms():
+    module = light.stage()
     query = dual_encoder.build_tower(
         TowerConfig(backbone=tiny.CAUSAL, max_length=16),
         role="query",
@@ -129,34 +131,34 @@ def test_a_transformer_query_tower_teaches_its_own_sparse_side():
         tokenizer_json=light.learnt(),
         seed=0,
     )
-    both = StageOne(DualEncoder(query, made.towers.document), light.LOSSES, sparse=light.SPARSE, align=True)
+    both = StageOne(DualEncoder(query, module.towers.document), light.LOSSES, sparse=light.SPARSE, align=True)
     _, parts = both(light.triplets(both, range(ROWS), of=ROWS))
     assert "sparse_align" in parts
     assert not {"align", "whole"} & set(parts)
 
 
 @pytest.mark.parametrize(("packed", "lora"), [(False, None), (True, Lora(rank=2))])
-def test_gradcache_gives_the_gradients_of_a_plain_step(packed: bool, lora: Lora | None):
+def test_grad_cache_has_the_gradients_of_a_plain_step(packed: bool, lora: Lora | None):
     results = []
     for cached in (True, False):
-        made = light.stage(lora=lora).eval()
-        batch = light.triplets(made, range(ROWS), of=ROWS, packed=packed)
+        module = light.stage(lora=lora).eval()
+        batch = light.triplets(module, range(ROWS), of=ROWS, packed=packed)
         if cached:
-            cached_backward(PlainEngine(made), batch, config=GradCache(query_rows=2, document_rows=5))
+            cached_backward(PlainEngine(module), batch, config=GradCache(query_rows=2, document_rows=5))
         else:
-            made(batch)[0].backward()
-        results.append({name: p.grad for name, p in made.named_parameters() if p.grad is not None})
+            module(batch)[0].backward()
+        results.append({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
-def step_of(rows: Sequence[int]) -> Found:
-    made = light.stage()
-    found = step(made, light.triplets(made, rows, of=ROWS, step=2))
-    del found["terms"]  # of this rank's documents, for the log
-    return found
+def step_of(rows: Sequence[int]) -> Tensors:
+    module = light.stage()
+    results = step(module, light.triplets(module, rows, of=ROWS, step=2))
+    del results["terms"]  # only of this rank's documents, for the log
+    return results
 
 
-def halves() -> Found:
+def halves() -> Tensors:
     return step_of(torch.arange(ROWS).split(ROWS // 2)[dist.get_rank()].tolist())
 
 
@@ -165,31 +167,31 @@ def test_two_ranks_have_the_gradients_of_one():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_weight_that_learns_gets_a_gradient(shared: bool):
-    made = light.stage(shared=shared)
-    made(light.triplets(made, range(ROWS), of=ROWS))[0].backward()
-    lacking = [name for name, p in made.named_parameters() if p.requires_grad and p.grad is None]
-    assert not lacking
-    backbones = {id(made.towers.query.backbone), id(made.towers.document.backbone)}
+def test_every_trained_weight_has_a_gradient(shared: bool):
+    module = light.stage(shared=shared)
+    module(light.triplets(module, range(ROWS), of=ROWS))[0].backward()
+    without_gradient = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    assert not without_gradient
+    backbones = {id(module.towers.query.backbone), id(module.towers.document.backbone)}
     assert len(backbones) == (1 if shared else 2)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])
-def test_what_is_saved_gives_what_was_trained(lora: Lora | None, tmp_path):
-    made = light.stage(lora=lora).eval()
-    batch = light.triplets(made, range(ROWS), of=ROWS)
-    made.towers.save(tmp_path)
-    again = DualEncoder.load(tmp_path)
-    assert isinstance(again.query, LookupTower)
+def test_saved_towers_encode_the_same_as_trained_ones(lora: Lora | None, tmp_path):
+    module = light.stage(lora=lora).eval()
+    batch = light.triplets(module, range(ROWS), of=ROWS)
+    module.towers.save(tmp_path)
+    loaded = DualEncoder.load(tmp_path)
+    assert isinstance(loaded.query, LookupTower)
     with torch.no_grad():
-        found = again.query(batch.queries), *again.document.read(batch.documents)
-        expected = made.towers.query(batch.queries), *made.towers.document.read(batch.documents)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other[..., : one.shape[-1]], atol=1e-3, rtol=1e-3)
-    assert again.sparse_query.tokens(["torch a"]) == made.towers.sparse_query.tokens(["torch a"])
+        results = loaded.query(batch.queries), *loaded.document.read(batch.documents)
+        expected = module.towers.query(batch.queries), *module.towers.document.read(batch.documents)
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, other[..., : result.shape[-1]], atol=1e-3, rtol=1e-3)
+    assert loaded.sparse_query.tokens(["torch a"]) == module.towers.sparse_query.tokens(["torch a"])
 
 
-def test_combinations_that_mean_nothing_are_refused():
+def test_settings_without_effect_are_refused():
     with pytest.raises(ValidationError, match="align has no effect"):
         TrainConfig(align=True)
     with pytest.raises(ValidationError, match="a lookup has none"):

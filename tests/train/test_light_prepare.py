@@ -1,4 +1,4 @@
-"""LightRetriever from triplets to search: tokens as its towers want them, and a table that finds."""
+"""LightRetriever from triplets to search: tokens for its towers, and search by table and by counts."""
 
 from pathlib import Path
 
@@ -41,8 +41,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.fixture(scope="module")
 def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> PreparedStore:
     folder = tmp_path_factory.mktemp("prepared")
-    found = tiny.triplets(str(folder / "triplets"), dataset)
-    return prepare(CONFIG, dataset=dataset, triplets=found, folder=str(folder / "store"))
+    triplets = tiny.triplets(str(folder / "triplets"), dataset)
+    return prepare(CONFIG, dataset=dataset, triplets=triplets, folder=str(folder / "store"))
 
 
 def batches(prepared: PreparedStore) -> TripletBatches:
@@ -51,47 +51,47 @@ def batches(prepared: PreparedStore) -> TripletBatches:
 
 
 def test_a_batch_holds_tokens_terms_and_spans(prepared: PreparedStore):
-    made, batch = build_stage_one(CONFIG, prepared.tokenizers), batches(prepared)(3)
+    module, batch = build_stage_one(CONFIG, prepared.tokenizers), batches(prepared)(3)
     assert (batch.step.item(), batch.steps.item()) == (3, STEPS)
     ids, lengths = batch.queries.flat()
     rows = [part.tolist() for part in ids.split(lengths.tolist())]
     terms = [[term for term in row if term >= 0] for row in batch.terms.tolist()]
-    # Both towers have one tokenizer here, and the query tower adds nothing; terms are read behind a space.
-    decode = made.towers.query.prompt.tokenizer.decode
+    # Both towers have one tokenizer here, and the query tower adds nothing; terms are read after a space.
+    decode = module.towers.query.prompt.tokenizer.decode
     assert list(map(decode, terms)) == [f" {decode(row)}" for row in rows]
     assert max(map(len, terms)) <= batch.terms.shape[1] == Store.open(prepared.store).facts["terms"]
-    assert batch.documents.positions.shape[1] == made.towers.document.prompt.width
+    assert batch.documents.positions.shape[1] == module.towers.document.prompt.width
 
 
-def test_a_lookup_table_may_be_trained_by_itself(dataset: Artifact, tmp_path: Path):
+def test_a_lookup_table_can_be_trained_without_a_backbone(dataset: Artifact, tmp_path: Path):
     config = CONFIG.model_copy(update={"query": LookupConfig(max_length=16), "align": False, "sparse": None})
-    found = prepare(
+    prepared = prepare(
         config,
         dataset=dataset,
         triplets=tiny.triplets(str(tmp_path / "triplets"), dataset),
         folder=str(tmp_path / "store"),
     )
-    made = build_stage_one(config, found.tokenizers)
-    loss, parts = made(batches(found)(0))
+    module = build_stage_one(config, prepared.tokenizers)
+    loss, parts = module(batches(prepared)(0))
     loss.backward()
     assert set(parts) == {"contrastive", "margin"}
-    assert made.towers.query.table.grad.abs().sum() > 0
-    assert batches(found)(0).terms is None
+    assert module.towers.query.table.grad.abs().sum() > 0
+    assert batches(prepared)(0).terms is None
 
 
-def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: PreparedStore, tmp_path: Path):
+def test_training_improves_search_by_table_and_by_counts(prepared: PreparedStore, tmp_path: Path):
     torch.manual_seed(0)
-    made, source = build_stage_one(CONFIG, prepared.tokenizers), batches(prepared)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
+    module, source = build_stage_one(CONFIG, prepared.tokenizers), batches(prepared)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     losses = []
     for step in range(STEPS):
-        loss, _ = made(source(step))
+        loss, _ = module(source(step))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
-    made.eval().towers.save(tmp_path)
+    module.eval().towers.save(tmp_path)
     documents = tiny.document_rows()
     encoder = Encoder.load(tmp_path / "document", precision="float32")
     encoding = encoder.encode_with_cost(encoder.document_rows(pa.Table.from_pylist(documents)))
@@ -103,9 +103,9 @@ def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: Prepare
         dict(zip(t, i, strict=True))
         for t, i in zip(*(c.to_pylist() for c in encoding.terms.columns()), strict=True)
     ]
-    counted = SparseQuery.load(tmp_path / "sparse_query").tokens(texts)
-    scores = np.array([[sum(doc.get(t, 0.0) for t in row) for doc in terms] for row in counted])
+    query_terms = SparseQuery.load(tmp_path / "sparse_query").tokens(texts)
+    scores = np.array([[sum(doc.get(t, 0.0) for t in row) for doc in terms] for row in query_terms])
     by_counts = np.argsort(-scores, axis=1)[:, :10]
     chance = 10 / len(documents)
-    for found in (by_table, by_counts):
-        assert np.mean([i in row for i, row in enumerate(found)]) > 2 * chance
+    for ranking in (by_table, by_counts):
+        assert np.mean([i in row for i, row in enumerate(ranking)]) > 2 * chance

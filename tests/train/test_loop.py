@@ -1,4 +1,4 @@
-"""The loop: resumed runs repeat uninterrupted ones, and it stops where it must."""
+"""The loop: resumed runs repeat uninterrupted ones, and stop at the right step."""
 
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ STEPS = 12
 )
 def test_the_rate_rises_linearly_and_falls_to_the_floor(settings: dict[str, Any], expected: list[float]):
     optimizer = Optimizer(peak_lr=1.0, **settings)
-    found = [loop.learning_rate(step, steps=10, settings=optimizer) for step in (0, 1, 2, 5, 9)]
-    assert found == pytest.approx(expected, abs=1e-5)
+    rates = [loop.learning_rate(step, steps=10, settings=optimizer) for step in (0, 1, 2, 5, 9)]
+    assert rates == pytest.approx(expected, abs=1e-5)
 
 
 class Regression(nn.Module):
-    """A layer with dropout, to see that a resumed run draws the same masks."""
+    """A layer with dropout, to test that a resumed run draws the same masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class Regression(nn.Module):
         return loss, {"squared": loss.detach(), "absolute": error.detach().abs().mean()}
 
 
-class Told:
-    """A tracker that remembers."""
+class ListTracker:
+    """A tracker that stores steps and names."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -74,7 +74,7 @@ def train(
     source=batch_at,
     every: int = 4,
     seed: int = 3,
-    **knobs: Any,
+    **options: Any,
 ) -> TrainingHistory:
     def stop_at(step: int) -> Tensor:
         if step >= until:
@@ -89,16 +89,16 @@ def train(
         seed=seed,
     )
     engine = build(module, schedule=schedule, device=torch.device("cpu"))
-    loop = TrainingLoop(engine, schedule, Checkpoints(str(folder)), section="test", steps=STEPS, **knobs)
+    loop = TrainingLoop(engine, schedule, Checkpoints(str(folder)), section="test", steps=STEPS, **options)
     return loop.fit(stop_at)
 
 
 def measuring(*values: float) -> dict[str, Any]:
-    """Validation every second step that finds these values, and stops after two worse ones."""
-    found = iter(values)
+    """Return a validation every second step with these values, which stops after two worse ones."""
+    remaining = iter(values)
     return {
         "validation": Validation(every=2, patience=2),
-        "validate": lambda: {"MRR@10": next(found)},
+        "validate": lambda: {"MRR@10": next(remaining)},
     }
 
 
@@ -110,19 +110,21 @@ def same(left: nn.Module, right: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
-def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path: Path):
-    whole = Regression()
-    history = train(whole, tmp_path / "whole")
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_run(tmp_path: Path):
+    uninterrupted = Regression()
+    history = train(uninterrupted, tmp_path / "whole")
     with pytest.raises(InterruptedError):
         train(Regression(), tmp_path / "cut", until=10)
     resumed, other = Regression(), Regression()
     assert train(resumed, tmp_path / "cut") == history
-    assert same(whole, resumed)
+    assert same(uninterrupted, resumed)
     train(other, tmp_path / "other", seed=2**64)  # any number is a seed
-    assert not same(whole, other)
+    assert not same(uninterrupted, other)
 
 
-def test_progress_shows_what_differs_from_the_loss_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_progress_shows_the_loss_and_parts_that_differ_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     notes: list[str] = []
     monkeypatch.setattr(Progress, "advance", lambda self, rows, note="": notes.append(note))
     curve = train(Regression(), tmp_path).curve
@@ -130,16 +132,16 @@ def test_progress_shows_what_differs_from_the_loss_beside_it(tmp_path: Path, mon
     assert notes[0] == f"loss {curve[0]['loss']:.4f} (absolute {curve[0]['absolute']:.4g})"
 
 
-def test_the_last_step_has_a_checkpoint_so_that_no_step_is_repeated_when_saving_fails(tmp_path: Path):
-    whole = Regression()
-    history = train(whole, tmp_path, every=5)
+def test_the_last_step_has_a_checkpoint(tmp_path: Path):
+    first = Regression()
+    history = train(first, tmp_path, every=5)
     assert steps_in(tmp_path) == [10, 12]
-    again = Regression()
-    assert train(again, tmp_path, until=0) == history  # no batch is read
-    assert same(whole, again)
+    second = Regression()
+    assert train(second, tmp_path, until=0) == history  # no step is repeated if saving fails
+    assert same(first, second)
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_step_and_a_remedy(tmp_path: Path):
+def test_a_loss_that_is_not_finite_raises_an_error_with_a_remedy(tmp_path: Path):
     def poisoned(step: int) -> Tensor:
         return batch_at(step) * (torch.nan if step == 5 else 1.0)
 
@@ -147,34 +149,34 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_a_remedy(tmp_path: Pa
         train(Regression(), tmp_path, source=poisoned)
 
 
-def test_trackers_hear_of_training_and_of_measurements(tmp_path: Path):
-    told = Told()
+def test_trackers_receive_training_and_validation_numbers(tmp_path: Path):
+    tracker = ListTracker()
     train(
         Regression(),
         tmp_path,
-        trackers=[told],
+        trackers=[tracker],
         validation=Validation(every=5),
         validate=lambda: {"MRR@10": 0.5},
     )
-    assert told.steps == [0, 5, 10, 10, 11, 12]  # steps 0, 10, 11; after 5, 10, 12 steps it was measured
-    assert told.names == {"loss", "squared", "absolute", "gradient_norm", "lr", "validation/MRR@10"}
+    assert tracker.steps == [0, 5, 10, 10, 11, 12]  # steps 0, 10, 11, and measurements after 5, 10, 12 steps
+    assert tracker.names == {"loss", "squared", "absolute", "gradient_norm", "lr", "validation/MRR@10"}
 
 
-def test_training_stops_when_nothing_gets_better_also_after_a_kill(tmp_path: Path):
-    found = {2: 0.1, 4: 0.5, 6: 0.4, 8: 0.3}
+def test_training_stops_without_improvement_also_after_a_kill(tmp_path: Path):
+    values = {2: 0.1, 4: 0.5, 6: 0.4, 8: 0.3}
     step_of = {float(batch_at(step)[0, 0]): step for step in range(STEPS)}
 
     def run(folder: Path, *, until: int = STEPS) -> TrainingHistory:
         module = Regression()
-        seen: list[float] = []
-        module.register_forward_pre_hook(lambda _, inputs: seen.append(float(inputs[0][0, 0])))
+        inputs_seen: list[float] = []
+        module.register_forward_pre_hook(lambda _, inputs: inputs_seen.append(float(inputs[0][0, 0])))
         return train(
             module,
             folder,
             until=until,
             every=1,
             validation=Validation(every=2, patience=2),
-            validate=lambda: {"MRR@10": found[step_of[seen[-1]] + 1]},
+            validate=lambda: {"MRR@10": values[step_of[inputs_seen[-1]] + 1]},
         )
 
     history = run(tmp_path / "whole")
@@ -186,45 +188,43 @@ def test_training_stops_when_nothing_gets_better_also_after_a_kill(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("patience", "expected"), [(9, 4), (None, 12)], ids=["best", "last"])
-def test_the_weights_to_keep(tmp_path: Path, patience: int | None, expected: int):
-    module, measured = Regression(), []
+def test_the_best_or_the_last_weights_are_kept(tmp_path: Path, patience: int | None, expected: int):
+    module, snapshots = Regression(), []
 
     def validate() -> dict[str, float]:
-        measured.append([p.detach().clone() for p in module.parameters()])
-        return {"MRR@10": {2: 2.0, 3: float("nan")}.get(len(measured), 1.0)}
+        snapshots.append([p.detach().clone() for p in module.parameters()])
+        return {"MRR@10": {2: 2.0, 3: float("nan")}.get(len(snapshots), 1.0)}
 
     validation = Validation(every=2, patience=patience)
     train(module, tmp_path, validation=validation, validate=validate)
-    chosen = measured[expected // 2 - 1]
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), chosen, strict=True))
+    kept_weights = snapshots[expected // 2 - 1]
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), kept_weights, strict=True))
 
 
-def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_notice_causes_one_checkpoint_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loop, "NOTICE_INTERVAL_S", -1.0)
     answers = iter([False, False, True, True, True, *[False] * STEPS])
-    seen: list[list[int]] = []
+    checkpoints: list[list[int]] = []
 
     def notice() -> bool:
-        seen.append(steps_in(tmp_path))
+        checkpoints.append(steps_in(tmp_path))
         return next(answers)
 
     train(Regression(), tmp_path, every=100, notice=notice)
-    assert len(seen) == STEPS
-    assert seen[2] == []
-    assert seen[3] == [3]
+    assert len(checkpoints) == STEPS
+    assert checkpoints[2] == []
+    assert checkpoints[3] == [3]
     assert steps_in(tmp_path) == [3, STEPS]
 
 
 @pytest.mark.parametrize("noticed", [False, True])
 def test_a_run_that_stops_early_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: bool):
-    """With a checkpoint of the step at which it stopped, also where a notice arrives in that step."""
+    """It has a checkpoint of its last step, also if a notice arrives in that step."""
     monkeypatch.setattr(loop, "NOTICE_INTERVAL_S", -1.0)
     notices = iter([False] * 5 + [noticed])
     stopped, resumed = Regression(), Regression()
-    known = {"every": 100, "notice": lambda: next(notices)}
-    history = train(stopped, tmp_path, **measuring(0.5, 0.4, 0.3), **known)
-    assert steps_in(tmp_path) == [2, 6]  # the best one, and that of the end
+    options = {"every": 100, "notice": lambda: next(notices)}
+    history = train(stopped, tmp_path, **measuring(0.5, 0.4, 0.3), **options)
+    assert steps_in(tmp_path) == [2, 6]  # the best one, and the last one
     assert train(resumed, tmp_path, until=0, every=100, **measuring()) == history
     assert same(stopped, resumed)

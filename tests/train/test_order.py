@@ -18,9 +18,9 @@ def order(batch: int = 16, sizes: dict[str, int] = SIZES, *args, seed: int = 5, 
     return Order(Schedule(global_batch=batch, seed=seed, **length), sizes, *args)
 
 
-def epoch(made: Order, number: int = 0) -> np.ndarray:
-    first = number * made.steps_per_epoch
-    return np.stack([made.batch(first + step) for step in range(made.steps_per_epoch)])
+def epoch(run_order: Order, number: int = 0) -> np.ndarray:
+    first = number * run_order.steps_per_epoch
+    return np.stack([run_order.batch(first + step) for step in range(run_order.steps_per_epoch)])
 
 
 def parts(rows: np.ndarray) -> np.ndarray:
@@ -32,41 +32,41 @@ def parts(rows: np.ndarray) -> np.ndarray:
 
 @given(size=st.integers(1, 3000), key=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 9)))
 def test_a_permutation_is_a_bijection(size: int, key: tuple[int, int]):
-    found = permute(np.arange(size), size=size, key=key)
-    assert sorted(found.tolist()) == list(range(size))
+    images = permute(np.arange(size), size=size, key=key)
+    assert sorted(images.tolist()) == list(range(size))
 
 
 @given(st.lists(st.integers(0, 10**9 - 1), min_size=1, max_size=50), st.integers(0, 99))
-def test_a_number_goes_where_it_goes_whatever_is_asked_with_it(numbers: list[int], key: int):
+def test_the_image_of_a_number_does_not_depend_on_other_numbers(numbers: list[int], key: int):
     together = permute(np.array(numbers), size=10**9, key=(key,))
-    alone = [permute(np.array([number]), size=10**9, key=(key,))[0] for number in numbers]
-    assert together.tolist() == alone
+    separately = [permute(np.array([number]), size=10**9, key=(key,))[0] for number in numbers]
+    assert together.tolist() == separately
     assert ((together >= 0) & (together < 10**9)).all()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_order_of_a_few_rows_comes_equally_often(size: int):
+def test_all_orders_of_a_few_rows_are_equally_frequent(size: int):
     keys = 300
-    seen = Counter(tuple(permute(np.arange(size), size=size, key=(key,)).tolist()) for key in range(keys))
+    counts = Counter(tuple(permute(np.arange(size), size=size, key=(key,)).tolist()) for key in range(keys))
     orders = list(itertools.permutations(range(size)))
     expected = keys / len(orders)
-    chi_squared = sum((seen[each] - expected) ** 2 / expected for each in orders)
-    # Mean and deviation of chi squared: five deviations are one in a million.
-    free = len(orders) - 1
-    assert chi_squared < free + 5 * (2 * free) ** 0.5
+    chi_squared = sum((counts[row_order] - expected) ** 2 / expected for row_order in orders)
+    # Mean and deviation of chi squared: a distance of five deviations has a probability of one in a million.
+    degrees = len(orders) - 1
+    assert chi_squared < degrees + 5 * (2 * degrees) ** 0.5
 
 
-def test_neighbours_are_torn_apart():
+def test_neighbours_are_not_correlated():
     size = 10_007
-    found = permute(np.arange(size), size=size, key=(0,))
-    for one, other in ((found[:-1], found[1:]), (np.arange(size), found)):
-        assert abs(np.corrcoef(one, other)[0, 1]) < 5 / size**0.5
+    images = permute(np.arange(size), size=size, key=(0,))
+    for left, right in ((images[:-1], images[1:]), (np.arange(size), images)):
+        assert abs(np.corrcoef(left, right)[0, 1]) < 5 / size**0.5
 
 
 # --- batches ---------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_visits_rows_once_and_leaves_its_tail_out():
+def test_an_epoch_reads_rows_once_and_leaves_out_its_tail():
     rows = epoch(order())
     assert rows.shape == (7, 16)
     assert len(set(rows.ravel().tolist())) == 112
@@ -77,43 +77,43 @@ def test_epochs_and_seeds_differ_and_steps_have_no_state():
     first, second = epoch(order()), epoch(order(), 1)
     assert first.tolist() != second.tolist()
     assert order(seed=6).batch(0).tolist() != first[0].tolist()
-    resumed = order()  # nothing remembered but the step
+    resumed = order()  # the step is the only state
     assert resumed.batch(9).tolist() == second[2].tolist()
     assert resumed.batch(0).tolist() == first[0].tolist()
 
 
-def test_a_part_of_an_epoch_is_rounded_and_too_few_rows_are_said():
+def test_partial_epochs_are_rounded_and_too_few_rows_are_refused():
     assert order(10, {"click/one": 100}, epochs=2.5).steps == 25
     assert order(10, {"click/one": 100}, epochs=2.5, max_steps=7).steps == 7
     with pytest.raises(DataError, match="9 training rows do not fill one global batch of 10"):
         order(10, {"click/one": 9})
 
 
-def test_a_part_with_few_epochs_is_seen_whole_before_a_row_repeats():
+def test_all_rows_of_a_part_are_read_before_one_repeats():
     epochs = {"click/multi": 1.0, "click/one": 0.25, "relevance/one": 2.0}
-    made = order(12, SIZES, None, epochs)
-    drawn = np.concatenate([epoch(made, number).ravel() for number in range(4)])
-    click = drawn[parts(drawn) == "click/one"]
+    run_order = order(12, SIZES, None, epochs)
+    rows = np.concatenate([epoch(run_order, number).ravel() for number in range(4)])
+    click = rows[parts(rows) == "click/one"]
     assert 50 < len(set(click.tolist())) == len(click) <= 61
-    repeats = Counter(epoch(made)[parts(epoch(made)) == "relevance/one"].tolist())
+    repeats = Counter(epoch(run_order)[parts(epoch(run_order)) == "relevance/one"].tolist())
     assert set(repeats.values()) <= {1, 2}
 
 
-def test_a_homogeneous_batch_is_of_one_part_and_has_no_row_twice():
-    made = order(10, SIZES, HOMOGENEOUS)
+def test_a_homogeneous_batch_has_one_part_and_no_repeated_row():
+    run_order = order(10, SIZES, HOMOGENEOUS)
     for number in range(3):
-        rows = epoch(made, number)
-        of = parts(rows)
-        assert (of == of[:, :1]).all()
-        assert Counter(of[:, 0].tolist()) == {"click/multi": 3, "click/one": 6, "relevance/one": 2}
+        rows = epoch(run_order, number)
+        row_parts = parts(rows)
+        assert (row_parts == row_parts[:, :1]).all()
+        assert Counter(row_parts[:, 0].tolist()) == {"click/multi": 3, "click/one": 6, "relevance/one": 2}
         assert len(set(rows.ravel().tolist())) == rows.size
-    order_of_parts = [parts(epoch(made, number))[:, 0].tolist() for number in range(2)]
+    order_of_parts = [parts(epoch(run_order, number))[:, 0].tolist() for number in range(2)]
     assert order_of_parts[0] != order_of_parts[1]
     with pytest.raises(ConfigError, match=r"relevance/one \(22 rows\) would not fill one batch of 30"):
         order(30, SIZES, HOMOGENEOUS)
 
 
-def test_a_hundred_million_rows_cost_a_batch():
+def test_a_batch_of_a_hundred_million_rows_needs_no_table():
     sizes = {"click/multi": 60_000_000, "click/one": 39_999_999, "relevance/one": 7}
     rows = order(512, sizes).batch(195_000)
     assert rows.max() < sum(sizes.values())

@@ -1,4 +1,4 @@
-"""Training a cross-encoder: which pairs meet in a step, what they cost, and that ranks agree on it."""
+"""Training a cross-encoder: the pairs of a step, their losses, and equal results on several ranks."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from scalingnote.train.data import Order, Store
 from scalingnote.train.prepare import prepare
 
 CONFIG = DualPooledConfig(backbone=tiny.BIDIRECTIONAL, **tiny.CROSS)
-Found = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +35,21 @@ def triplets(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def made_store(triplets: Artifact, tmp_path_factory: pytest.TempPathFactory) -> str:
+def store_folder(triplets: Artifact, tmp_path_factory: pytest.TempPathFactory) -> str:
     dataset = open_artifact(triplets.manifest.parents["dataset"]["uri"], kind="dataset")
     folder = str(tmp_path_factory.mktemp("store"))
     return prepare(as_stage_one(CONFIG), dataset=dataset, triplets=triplets, folder=folder).store
 
 
 def batches(store: str, *, rank: int = 0, world: int = 1, in_batch: int = 3) -> PairBatches:
-    found = Store.open(store)
-    order = Order(Schedule(global_batch=8), found.facts["sizes"])
-    return PairBatches(found, order, pad=0, in_batch=in_batch, rank=rank, world=world)
+    opened = Store.open(store)
+    order = Order(Schedule(global_batch=8), opened.facts["sizes"])
+    return PairBatches(opened, order, pad=0, in_batch=in_batch, rank=rank, world=world)
 
 
 def stage(store: str, losses: CrossEncoderLosses, temperature: float | None = None) -> PairStage:
-    learnt = (Path(store) / "tokenizers.json").read_text()
-    base = backbone.build(tiny.BIDIRECTIONAL, tokenizer_json=json.loads(learnt)["query"], seed=0)
+    tokenizers = (Path(store) / "tokenizers.json").read_text()
+    base = backbone.build(tiny.BIDIRECTIONAL, tokenizer_json=json.loads(tokenizers)["query"], seed=0)
     model = CrossEncoder(
         base,
         pooling="segments",
@@ -61,23 +61,23 @@ def stage(store: str, losses: CrossEncoderLosses, temperature: float | None = No
     return PairStage(model, losses, temperature=temperature)
 
 
-def step(store: str, *, rank: int = 0, world: int = 1) -> Found:
+def step(store: str, *, rank: int = 0, world: int = 1) -> Tensors:
     module = stage(store, CrossEncoderLosses(reconstruction=0.5))
     return stages.step(module, batches(store, rank=rank, world=world)(0))
 
 
-def one_of_two(store: str) -> Found:
+def one_of_two(store: str) -> Tensors:
     return step(store, rank=dist.get_rank(), world=2)
 
 
-def test_a_step_pairs_queries_with_own_and_other_documents(made_store: str, triplets: Artifact):
-    batch = batches(made_store)(0)
-    module = stage(made_store, CrossEncoderLosses())
+def test_a_step_pairs_queries_with_their_and_other_documents(store_folder: str, triplets: Artifact):
+    batch = batches(store_folder)(0)
+    module = stage(store_folder, CrossEncoderLosses())
     texts = {row["doc_id"]: row for row in tiny.document_rows(24)}
     prompts = module.model.query_prompt, module.model.document_prompt
     rows = {row["query"]: row for row in triplets.table("triplets").to_pylist()}
-    asked = {tuple(prompts[0].rows([query])[0].ids): row for query, row in rows.items()}
-    read = {
+    row_of_query = {tuple(prompts[0].rows([query])[0].ids): row for query, row in rows.items()}
+    document_rows = {
         doc_id: prompts[1].rows([row["title"]], [row["topic"]], [row["content"]])[0]
         for doc_id, row in texts.items()
     }
@@ -85,45 +85,49 @@ def test_a_step_pairs_queries_with_own_and_other_documents(made_store: str, trip
     assert len(batch.pairs) == group * size
     ids, lengths = batch.pairs.flat()
     lines = [line.tolist() for line in ids.split(lengths.tolist())]
-    cut = batch.pairs.positions[:, 1].tolist()
-    found = [asked[tuple(line[: at + 1])] for line, at in zip(lines[:size], cut, strict=False)]
-    for i, row in enumerate(found):
-        others = [found[(i + shift) % size]["positive"] for shift in (1, 2, 3)]
+    query_ends = batch.pairs.positions[:, 1].tolist()
+    batch_rows = [
+        row_of_query[tuple(line[: end + 1])] for line, end in zip(lines[:size], query_ends, strict=False)
+    ]
+    for i, row in enumerate(batch_rows):
+        others = [batch_rows[(i + shift) % size]["positive"] for shift in (1, 2, 3)]
         expected = [row["positive"], *row["negatives"], *others]
         query = prompts[0].rows([row["query"]])[0]
         for column, doc_id in enumerate(expected):
-            assert lines[column * size + i] == pair(query, read[doc_id]).ids
-            # A positive of another row is a negative of this one, unless it is this one's.
+            assert lines[column * size + i] == pair(query, document_rows[doc_id]).ids
+            # The positive of another row is a negative of this row, unless it is also this row's positive.
             assert bool(batch.answers[i, column]) == (column > 0 and doc_id == row["positive"])
 
 
 @pytest.mark.parametrize("temperature", [None, 0.1], ids=["product", "cosine"])
 @pytest.mark.parametrize("absent", [[], [1, 4]], ids=["whole", "short"])
-def test_a_row_costs_what_its_own_pairs_cost(made_store: str, temperature: float | None, absent: list[int]):
+def test_the_loss_of_a_row_comes_only_from_its_own_pairs(
+    store_folder: str, temperature: float | None, absent: list[int]
+):
     losses = CrossEncoderLosses(one_hot=0.5, teacher=2.0, reconstruction=0.25)
-    module, batch = stage(made_store, losses, temperature), batches(made_store)(0)
+    module, batch = stage(store_folder, losses, temperature), batches(store_folder)(0)
     draw = torch.Generator().manual_seed(0)
-    pairs, given = torch.randn(40, 1, 17, generator=draw), torch.randn(8, 2, generator=draw)
+    pairs, teacher_scores = torch.randn(40, 1, 17, generator=draw), torch.randn(8, 2, generator=draw)
     present = batch.present.clone()
     assert present.all()
     present[absent, 1] = False  # rows without a hard negative
-    short = replace(batch, present=present, scores=given.masked_fill(~present[:, :2], torch.nan))
+    short = replace(batch, present=present, scores=teacher_scores.masked_fill(~present[:, :2], torch.nan))
     expected = dict.fromkeys(("one_hot", "teacher", "reconstruction"), 0.0)
     for i in range(8):
         rows = {column: pairs[column * 8 + i, 0].double() for column in range(5) if present[i, column]}
         logits = {column: logit(row[:8], row[8:16], temperature) for column, row in rows.items()}
-        allowed = [math.exp(value) for c, value in logits.items() if not batch.answers[i, c]]
+        candidates = [math.exp(value) for c, value in logits.items() if not batch.answers[i, c]]
         weight = batch.weights[i].item()
-        expected["one_hot"] -= weight * (logits[0] - math.log(sum(allowed))) / 8
-        own = [c for c in (0, 1) if c in rows]
-        target, mine = (
-            torch.tensor([side[c] for c in own], dtype=torch.float64).log_softmax(0)
-            for side in (given[i].tolist(), logits)
+        expected["one_hot"] -= weight * (logits[0] - math.log(sum(candidates))) / 8
+        scored_columns = [c for c in (0, 1) if c in rows]
+        target, student = (
+            torch.tensor([side[c] for c in scored_columns], dtype=torch.float64).log_softmax(0)
+            for side in (teacher_scores[i].tolist(), logits)
         )
-        expected["teacher"] += weight * float((target.exp() * (target - mine)).sum()) / 8
+        expected["teacher"] += weight * float((target.exp() * (target - student)).sum()) / 8
         expected["reconstruction"] += sum(float(row[16]) for row in rows.values()) / len(rows) / 8
-    for stand_in in (0.0, 50.0):
-        pairs[[8 + row for row in absent]] = stand_in
+    for content in (0.0, 50.0):
+        pairs[[8 + row for row in absent]] = content
         weighted, parts = module.losses(short, lambda name, rows: {name: pairs})
         for name, value in expected.items():
             assert parts[name].item() == pytest.approx(value, rel=1e-4), name
@@ -136,14 +140,14 @@ def logit(query: Tensor, document: Tensor, temperature: float | None) -> float:
     return float(torch.cosine_similarity(query, document, dim=0)) / temperature
 
 
-def test_two_ranks_learn_what_one_process_with_all_rows_would(made_store: str):
-    expected = step(made_store)
-    for found in ranks.run(one_of_two, made_store, world=2):
+def test_two_ranks_have_the_gradients_of_one_process(store_folder: str):
+    expected = step(store_folder)
+    for results in ranks.run(one_of_two, store_folder, world=2):
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
+            torch.testing.assert_close(results[name], value, rtol=2e-4, atol=2e-5, msg=name)
 
 
-def test_queries_are_read_beside_their_first_positive():
+def test_queries_are_read_with_their_first_positive():
     triplets = pa.table(
         {
             "query_id": ["b", "a", "b", "v"],
@@ -159,8 +163,8 @@ def test_queries_are_read_beside_their_first_positive():
             "source_query_id": ["a", "v", "without triplets"],
         }
     )
-    found = job.distinct_queries(triplets, generated).to_pylist()
-    assert [(row["query_id"], row["split"], row["positive"]) for row in found] == [
+    rows = job.distinct_queries(triplets, generated).to_pylist()
+    assert [(row["query_id"], row["split"], row["positive"]) for row in rows] == [
         ("b", "train", "d1"),
         ("a", "train", "d2"),
         ("v", "validation", "d4"),

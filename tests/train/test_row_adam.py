@@ -1,4 +1,4 @@
-"""RowAdam: Adam where every row has a gradient in every step, and no movement of a row without one."""
+"""RowAdam equals Adam if every row has a gradient in every step; a row without a gradient does not move."""
 
 import torch
 
@@ -13,7 +13,7 @@ def run(
         optimizer.step()
 
 
-def test_with_all_rows_it_is_adam():
+def test_it_equals_adam_if_all_rows_have_gradients():
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(5, 3, generator=generator) for _ in range(7)]
     ours, theirs = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))
@@ -37,7 +37,7 @@ def test_a_row_without_a_gradient_stays_and_its_moments_decay():
     torch.testing.assert_close(mean, (0.1 * 0.9**3 + 0.1) * gradients[0][0])
 
 
-def test_rates_scale_the_movement_of_rows_and_of_values():
+def test_row_rates_scale_the_movement_of_rows_and_of_values():
     slow, fast = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     slow.row_rates = torch.tensor([0.25, 1.0])  # type: ignore[attr-defined]
     gradients = [torch.tensor([1.0, 1.0])] * 3

@@ -1,4 +1,4 @@
-"""Under every strategy, on several ranks: the gradients and weights of one process with the whole batch."""
+"""Every strategy on several ranks: the gradients and weights of one process with the entire batch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,7 +39,7 @@ from scalingnote.train.strategies import ZeroEngine, build
 
 pytestmark = pytest.mark.slow
 
-ROWS = 12  # of the global batch: divides over 2 and 3 ranks
+ROWS = 12  # of the global batch: divisible by 2 and 3 ranks
 STEPS = 2
 CPU = torch.device("cpu")
 PLAIN, CHECKPOINTED = Memory(), Memory(gradient_checkpointing=True)
@@ -48,11 +48,11 @@ CACHED = Memory(grad_cache=GradCache(query_rows=3, document_rows=2), gradient_ch
 
 @dataclass(frozen=True)
 class Job:
-    """What one engine is asked to do."""
+    """Settings of one engine."""
 
     strategy: Ddp | Fsdp2 | DeepSpeed
     memory: Memory = PLAIN
-    base: str | None = None  # of LoRA; None: all weights learn
+    base: str | None = None  # of LoRA; None: all weights are trained
     precision: str = "float32"
     learning_rate: float = 1e-2
     light: bool = False  # LightRetriever in place of two towers
@@ -73,7 +73,7 @@ class Contrast(Objective):
     """
 
     def __init__(self, *, base: str | None = None, long: bool = False) -> None:
-        """`long`: towers for long queries, whose attention depends on where a token is."""
+        """`long`: towers for long queries, with attention that depends on the position of a token."""
         super().__init__()
         adapter = {"lora": Lora(rank=2, base=base) if base else None}
         wide = tiny.CAUSAL.model_copy(update={"hidden": 64, "intermediate": 128} if base else {})
@@ -89,9 +89,9 @@ class Contrast(Objective):
         if long:
             for name, weight in self.towers.query.named_parameters():
                 if "q_proj.weight" in name or "k_proj.weight" in name:
-                    weight.data *= 25.0  # tokens differ in attention, and none has all of it
+                    weight.data *= 25.0  # attention differs between tokens, and no token gets all of it
                 elif "v_proj.weight" in name or "o_proj.weight" in name:
-                    weight.data *= 10.0  # attention counts beside the token itself
+                    weight.data *= 10.0  # attention has weight in comparison with the token itself
 
     def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
         return {name: self.towers.encode(name, rows).float()}
@@ -105,20 +105,20 @@ class Contrast(Objective):
         return {"contrastive": loss}, {"contrastive": loss, "queries": queries}
 
 
-def share(made: Contrast | StageOne, step: int) -> Any:
-    """This rank's rows of a step; a process alone gets all of them."""
+def share(module: Contrast | StageOne, step: int) -> Any:
+    """Build this rank's rows of a step; a single process gets all of them."""
     size = ROWS // world_size()
-    if isinstance(made, StageOne):
-        own = range(rank() * size, (rank() + 1) * size)
-        return light.triplets(made, own, of=ROWS, packed=True)
+    if isinstance(module, StageOne):
+        rows = range(rank() * size, (rank() + 1) * size)
+        return light.triplets(module, rows, of=ROWS, packed=True)
     start = step * ROWS + rank() * size
     documents = tiny.document_rows()[start : start + size]
     columns = [[row[name] for row in documents] for name in ("title", "topic", "content")]
-    queries = made.towers.query.prompt.rows([row["content"][:20] for row in documents])
-    encoded = made.towers.document.prompt.rows(*columns)
+    queries = module.towers.query.prompt.rows([row["content"][:20] for row in documents])
+    encoded = module.towers.document.prompt.rows(*columns)
     return Pairs(
-        batch.collate(queries, pad=made.towers.query.pad),
-        batch.collate(encoded, pad=made.towers.document.pad),
+        batch.collate(queries, pad=module.towers.query.pad),
+        batch.collate(encoded, pad=module.towers.document.pad),
     )
 
 
@@ -133,13 +133,13 @@ def schedule(job: Job) -> Schedule:
     )
 
 
-def made(job: Job) -> Engine:
+def build_engine(job: Job) -> Engine:
     lora = Lora(rank=2) if job.base else None
     module = light.stage(lora=lora) if job.light else Contrast(base=job.base)
     return build(module, schedule=schedule(job), device=CPU)
 
 
-def one_step(engine: Engine, step: int, job: Job, found: dict[str, Any]) -> None:
+def one_step(engine: Engine, step: int, job: Job, results: dict[str, Any]) -> None:
     engine.module.train()
     pairs = share(engine.module, step)
     if job.memory.grad_cache is not None:
@@ -147,16 +147,16 @@ def one_step(engine: Engine, step: int, job: Job, found: dict[str, Any]) -> None
     else:
         engine.backward(engine(pairs)[0])
     if step == 0:
-        found["gradients"] = gradients(engine, job)
-    found["norms"].append(float(engine.step(job.learning_rate)))
+        results["gradients"] = gradients(engine, job)
+    results["norms"].append(float(engine.step(job.learning_rate)))
 
 
 def gradients(engine: Engine, job: Job) -> dict[str, Tensor]:
-    """Whole gradients after the backward pass, as far as the strategy shows them."""
+    """Return unsharded gradients after the backward pass, as far as the strategy gives access to them."""
     sharded = job.strategy if isinstance(job.strategy, DeepSpeed) else None
     if sharded and job.memory.grad_cache and (sharded.stage < 3 or sharded.offload):
-        return {}  # they settle the gradients of several backward passes within the step
-    found = {}
+        return {}  # they complete the gradients of several backward passes in the step
+    full_gradients = {}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -167,35 +167,35 @@ def gradients(engine: Engine, job: Job) -> dict[str, Tensor]:
             from deepspeed.utils import safe_get_full_grad
 
             gradient = safe_get_full_grad(parameter).reshape(getattr(parameter, "ds_shape", parameter.shape))
-        found[name] = gradient.clone()
-    return found
+        full_gradients[name] = gradient.clone()
+    return full_gradients
 
 
 @steady()
 def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
-    """Gradients of the first step, weights after the first and the last, all gradient norms.
+    """Return gradients of the first step, weights after the first and the last, and all gradient norms.
 
-    With a folder, also the weights of a second run that starts from a checkpoint after the first step.
+    With a folder, return also the weights of a second run that starts from a checkpoint after the first step.
     """
-    engine, found = made(job), {"norms": []}
+    engine, results = build_engine(job), {"norms": []}
     checkpoints = Checkpoints(str(folder)) if folder else None
     for step in range(STEPS):
-        one_step(engine, step, job, found)
+        one_step(engine, step, job, results)
         if step == 0:
-            found["first"] = engine.weights()
+            results["first"] = engine.weights()
             if checkpoints:
                 checkpoints.save(1, engine, {"from": "here"})
-    found["last"] = engine.weights()
+    results["last"] = engine.weights()
     if checkpoints:
-        again = made(job)
-        restored = checkpoints.restore(again)
+        second = build_engine(job)
+        restored = checkpoints.restore(second)
         assert restored is not None
         assert restored.notes == {"from": "here"}
-        found["restored"] = again.weights()
+        results["restored"] = second.weights()
         for step in range(1, STEPS):
-            one_step(again, step, job, {"norms": []})
-        found["resumed"] = again.weights()
-    return found
+            one_step(second, step, job, {"norms": []})
+        results["resumed"] = second.weights()
+    return results
 
 
 def train_all(jobs: dict[str, Job], folder: str | None) -> dict[str, dict[str, Any]]:
@@ -203,18 +203,18 @@ def train_all(jobs: dict[str, Job], folder: str | None) -> dict[str, dict[str, A
 
 
 @lru_cache
-def alone(base: str | None = None, of_light: bool = False) -> dict[str, Any]:
+def one_process(base: str | None = None, of_light: bool = False) -> dict[str, Any]:
     return train(Job(Ddp(), base=base, light=of_light))
 
 
-def compare(found: dict[str, Any], job: Job) -> None:
-    expected = alone(job.base, job.light)
-    torch.testing.assert_close(found["norms"], expected["norms"], atol=1e-5, rtol=1e-4)
-    for what in ("gradients", "first", "last"):
-        assert set(found[what]) == set(expected[what]) or not found[what]
-        for name, value in found[what].items():
+def compare(results: dict[str, Any], job: Job) -> None:
+    expected = one_process(job.base, job.light)
+    torch.testing.assert_close(results["norms"], expected["norms"], atol=1e-5, rtol=1e-4)
+    for part in ("gradients", "first", "last"):
+        assert set(results[part]) == set(expected[part]) or not results[part]
+        for name, value in results[part].items():
             near = {"atol": 1e-5 if job.light else 5e-6, "rtol": 1e-4}
-            torch.testing.assert_close(value, expected[what][name], **near, msg=f"{what} {name}")
+            torch.testing.assert_close(value, expected[part][name], **near, msg=f"{part} {name}")
 
 
 STRATEGIES = {
@@ -248,38 +248,38 @@ HALF = {f"{name}, half": Job(STRATEGIES[name], precision="bfloat16") for name in
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """All jobs in one pair of processes: they take longer to start than to train."""
+    """Run all jobs in one pair of processes: these take longer to start than to train."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return ranks.run(train_all, ONE_BATCH | HALF, str(folder), world=2)[0]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ONE_BATCH)
-def test_two_ranks_equal_one_process(on_two: dict[str, dict[str, Any]], name: str):
+def test_two_ranks_compute_the_same_as_one_process(on_two: dict[str, dict[str, Any]], name: str):
     compare(on_two[name], ONE_BATCH[name])
 
 
 @pytest.mark.parametrize("name", ONE_BATCH | HALF)
-def test_a_checkpoint_continues_bit_for_bit(on_two: dict[str, dict[str, Any]], name: str):
-    found = on_two[name]
+def test_a_restored_run_is_bit_identical(on_two: dict[str, dict[str, Any]], name: str):
+    results = on_two[name]
     for left, right in (("restored", "first"), ("resumed", "last")):
-        assert all(torch.equal(found[left][key], value) for key, value in found[right].items())
+        assert all(torch.equal(results[left][key], value) for key, value in results[right].items())
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_half_precision_is_nearly_as_good(on_two: dict[str, dict[str, Any]], name: str):
-    assert on_two[name]["norms"] == pytest.approx(alone()["norms"], rel=0.2)
+def test_half_precision_has_nearly_the_same_gradient_norms(on_two: dict[str, dict[str, Any]], name: str):
+    assert on_two[name]["norms"] == pytest.approx(one_process()["norms"], rel=0.2)
 
 
 LONG = 512  # tokens; bfloat16 frequencies of a base of 10^6 are off by 0.6 radians there
 
 
 def agreement(jobs: dict[str, Job]) -> dict[str, tuple[float, float]]:
-    """The largest cosine distance between long queries as they are trained and as they are encoded.
+    """Compute the largest cosine distance between long queries as trained and as encoded.
 
-    The second number is that with rounded frequencies, as a cast of all buffers leaves them.
+    The second number is that with rounded frequencies, the result of a cast of all buffers.
     """
-    found = {}
+    distances = {}
     for name, job in jobs.items():
         module = Contrast(long=True)
         engine = build(module, schedule=schedule(job), device=CPU)
@@ -291,45 +291,47 @@ def agreement(jobs: dict[str, Job]) -> dict[str, tuple[float, float]]:
         pairs = share(module, 1)
         pairs.queries = batch.collate(rows, pad=module.towers.query.pad)
         with torch.no_grad():
-            trained = engine(pairs)[1]["queries"].float()
+            trained_queries = engine(pairs)[1]["queries"].float()
         weights = engine.weights()
         if rank() == 0:
-            fresh = Contrast(long=True)
-            load_weights(fresh, weights)
-            right = distance(trained, fresh, rows)
-            frequencies = fresh.towers.query.backbone.rotary_emb.inv_freq
+            target = Contrast(long=True)
+            load_weights(target, weights)
+            exact = distance(trained_queries, target, rows)
+            frequencies = target.towers.query.backbone.rotary_emb.inv_freq
             frequencies.copy_(frequencies.bfloat16())
-            found[name] = right, distance(trained, fresh, rows)
-    return found
+            distances[name] = exact, distance(trained_queries, target, rows)
+    return distances
 
 
-def distance(trained: Tensor, made: Contrast, rows: list[TokenRow]) -> float:
-    encoded = torch.from_numpy(Encoder(made.towers.query, precision="bfloat16").encode(rows)[:, 0])
+def distance(trained: Tensor, module: Contrast, rows: list[TokenRow]) -> float:
+    encoded = torch.from_numpy(Encoder(module.towers.query, precision="bfloat16").encode(rows)[:, 0])
     return float(1 - nn.functional.cosine_similarity(trained, encoded).min())
 
 
 @pytest.mark.timeout(600)
-def test_what_is_trained_is_what_is_encoded_at_every_position():
-    # A small step: what gradients near zero make of a large one would hide the positions.
-    jobs = {name: Job(each, precision="bfloat16", learning_rate=1e-5) for name, each in STRATEGIES.items()}
+def test_training_and_encoding_agree_at_every_position():
+    # A small step: the effects of gradients near zero in a large step would hide the positions.
+    jobs = {
+        name: Job(strategy, precision="bfloat16", learning_rate=1e-5) for name, strategy in STRATEGIES.items()
+    }
     gaps = ranks.run(agreement, jobs, world=2)[0]
     assert set(gaps) == set(STRATEGIES)
-    assert max(right for right, _ in gaps.values()) < 1e-3 < min(rounded for _, rounded in gaps.values()), (
+    assert max(exact for exact, _ in gaps.values()) < 1e-3 < min(rounded for _, rounded in gaps.values()), (
         gaps
     )
 
 
 @pytest.mark.timeout(600)
-def test_three_ranks_equal_one_process():
+def test_three_ranks_compute_the_same_as_one_process():
     jobs = {name: Job(STRATEGIES[name], CACHED) for name in ("ddp", "fsdp2")}
     jobs |= {f"{name}, plain": Job(STRATEGIES[name]) for name in ("ddp", "fsdp2")}
-    for name, found in ranks.run(train_all, jobs, None, world=3)[0].items():
-        compare(found, jobs[name])
+    for name, results in ranks.run(train_all, jobs, None, world=3)[0].items():
+        compare(results, jobs[name])
 
 
 def write(folder: str) -> None:
     job = Job(Fsdp2())
-    engine = made(job)
+    engine = build_engine(job)
     one_step(engine, 0, job, {"norms": []})
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, engine, {})
@@ -337,23 +339,23 @@ def write(folder: str) -> None:
 
 
 def read(folder: str, job: Job) -> dict[str, Tensor] | None:
-    engine = made(job)
+    engine = build_engine(job)
     assert Checkpoints(folder).restore(engine) is not None
     return engine.weights()
 
 
-def test_shards_are_cut_anew_for_another_number_of_ranks_and_for_ddp(tmp_path: Path):
+def test_other_numbers_of_ranks_and_ddp_read_the_shards(tmp_path: Path):
     ranks.run(write, str(tmp_path), world=3)
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
     sharded = ranks.run(read, str(tmp_path), Job(Fsdp2()), world=2)[0]
-    whole = read(str(tmp_path), Job(Ddp()))
-    assert whole is not None
-    for name, value in whole.items():
+    unsharded = read(str(tmp_path), Job(Ddp()))
+    assert unsharded is not None
+    for name, value in unsharded.items():
         assert torch.equal(value, sharded[name])
 
 
-def test_frozen_weights_are_held_once_in_the_format_of_products():
-    engine = made(Job(Ddp(), base="full", precision="bfloat16"))
+def test_frozen_weights_are_shared_in_the_compute_dtype():
+    engine = build_engine(Job(Ddp(), base="full", precision="bfloat16"))
     towers = engine.module.towers
     layers = [
         [p for name, p in tower.backbone.named_parameters() if "base_layer.weight" in name]
@@ -365,7 +367,7 @@ def test_frozen_weights_are_held_once_in_the_format_of_products():
     assert all(p.dtype == torch.float32 for p in engine.module.parameters() if p.requires_grad)
 
 
-def test_what_cannot_be_had_is_said():
+def test_unsupported_combinations_raise_errors():
     with pytest.raises(ConfigError, match=r"lora\.base int8 and nf4 need ddp or fsdp2"):
         ZeroEngine(Contrast(base="int8"), DeepSpeed(), schedule=Schedule(), device=CPU)
     with pytest.raises(ConfigError, match=r"adamw_8bit needs a GPU, found cpu"):
@@ -378,7 +380,7 @@ def test_what_cannot_be_had_is_said():
         Schedule(strategy=Fsdp2(), optimizer=Optimizer(kind="adamw_8bit"))
 
 
-def test_deepspeed_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
+def test_missing_deepspeed_raises_errors_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
     from scalingnote.train import strategies
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)

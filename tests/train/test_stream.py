@@ -1,4 +1,4 @@
-"""Rows written in the order of a run: the same batches as from a mapped store, by a share of its bytes."""
+"""Rows written in the order of a run: the same batches as from a mapped store, with a share of its bytes."""
 
 import json
 from itertools import chain
@@ -62,49 +62,50 @@ def order(sizes: dict[str, int], **batching) -> Order:
 
 
 @pytest.fixture(params=[{}, {"sources": "homogeneous"}], ids=["mixed", "homogeneous"])
-def made(
+def streamed(
     request, parents: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Order, dict]:
-    """A store with its stream, in chunks of 5 steps and in pieces of a few rows."""
+    """Write a store with its stream, in chunks of 5 steps and in pieces of a few rows."""
     monkeypatch.setattr(stream, "CHUNK_ROWS", 5 * BATCH)
     monkeypatch.setattr(stream, "_PIECE_ROWS", 50)
     monkeypatch.setattr(shuffle, "ROWS_PER_SLICE", 64)
     opened = {name: open_artifact(uri, kind=name) for name, uri in parents.items()}
     prepared = prepare(CONFIG, **opened, folder=str(tmp_path / "store"))
-    drawn = order(prepared.sizes, **request.param)
+    run_order = order(prepared.sizes, **request.param)
     assert len(Store.files(prepared.store, "documents")) > 1
     pool = drawn_documents(Store.open(prepared.store, ["validation"]), CONFIG.validation, seed=0)
-    totals = write_stream(prepared.store, drawn, batch=BATCH, pool=pool)
-    return prepared.store, drawn, totals
+    totals = write_stream(prepared.store, run_order, batch=BATCH, pool=pool)
+    return prepared.store, run_order, totals
 
 
-def batches(store: str, drawn: Order | None, *, rank: int = 0, world: int = 1) -> TripletBatches:
-    if drawn:
-        return mapped_batches(store, drawn, rank=rank, world=world, steps=STEPS)
+def batches(store: str, run_order: Order | None, *, rank: int = 0, world: int = 1) -> TripletBatches:
+    if run_order:
+        return mapped_batches(store, run_order, rank=rank, world=world, steps=STEPS)
     shares = StreamedShares(store, rank=rank, world=world)
     return TripletBatches(shares, Store.facts_of(store), pads=(0, 0), steps=STEPS)
 
 
 def contents(batch: Triplets) -> list[str]:
-    """What each row holds, whatever the order of rows, and without padding."""
+    """Return the content of each row, independent of the order of rows, and without padding."""
     size = len(batch.query_ids)
-    read = [
+    token_lists = [
         [part.tolist() for part in ids.split(lengths.tolist())]
         for ids, lengths in (side.flat() for side in (batch.queries, batch.documents))
     ]
     places = batch.documents.positions.tolist()
     columns = (batch.query_ids, batch.queries.positions, batch.known_positives, batch.weights)
     return sorted(
-        str([*(column[row].tolist() for column in columns), read[0][row]])
-        + str([batch.document_ids[row::size].tolist(), read[1][row::size], places[row::size]])
+        str([*(column[row].tolist() for column in columns), token_lists[0][row]])
+        + str([batch.document_ids[row::size].tolist(), token_lists[1][row::size], places[row::size]])
         for row in range(size)
     )
 
 
-def test_steps_have_the_rows_of_the_mapped_store_for_any_ranks(made):
-    store, drawn, totals = made
-    mapped = batches(store, drawn)
-    # Ranks change while the run goes on, as when nodes leave and join; each group of ranks starts anew.
+def test_streamed_steps_have_the_rows_of_mapped_steps(streamed):
+    store, run_order, totals = streamed
+    mapped = batches(store, run_order)
+    # The number of ranks changes during the run, as when nodes leave and join; each group of ranks starts
+    # anew.
     for first, world in ((0, 4), (3, 2), (9, 1), (11, 6), (12, 3), (20, 12)):
         ranks = [batches(store, None, rank=rank, world=world) for rank in range(world)]
         for step in range(first, min(first + 4, STEPS)):
@@ -116,59 +117,61 @@ def test_steps_have_the_rows_of_the_mapped_store_for_any_ranks(made):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 12])
-def test_a_rank_reads_its_share_of_the_bytes_and_holds_two_chunks(made, world: int, monkeypatch):
-    store, _, totals = made
-    read = 0
+def test_a_rank_reads_its_share_of_bytes_and_holds_two_chunks(streamed, world: int, monkeypatch):
+    store, _, totals = streamed
+    bytes_read = 0
 
-    def counted(uri: str, start: int, size: int) -> bytes:
-        nonlocal read
-        read += size
-        return plain(uri, start, size)
+    def counting(uri: str, start: int, size: int) -> bytes:
+        nonlocal bytes_read
+        bytes_read += size
+        return read_range(uri, start, size)
 
-    plain = fs.read_range
-    monkeypatch.setattr(stream.fs, "read_range", counted)
-    monkeypatch.setattr(stream, "read_table", None)  # no file is read as a whole
+    read_range = fs.read_range
+    monkeypatch.setattr(stream.fs, "read_range", counting)
+    monkeypatch.setattr(stream, "read_table", None)  # no file is read completely
     amounts = []
     for number in range(world):
-        read, own = 0, StreamedShares(store, rank=number, world=world)
+        bytes_read, shares = 0, StreamedShares(store, rank=number, world=world)
         for step in range(STEPS):
-            own(step)
-            assert len(own._held) <= 2
-        own._ahead.shutdown()
-        amounts.append(read)
-    # Bounds of neighbouring ranks overlap by one offset of each chunk.
+            shares(step)
+            assert len(shares._held) <= 2
+        shares._ahead.shutdown()
+        amounts.append(bytes_read)
+    # The bounds of neighbouring ranks overlap by one offset in each chunk.
     assert sum(amounts) == totals["bytes"] + 8 * (world - 1) * ChunkLayout(STEPS, BATCH, 5, 12).chunks
     assert max(amounts) < 1.25 * totals["bytes"] / world
 
 
-def test_cells_of_several_lanes_are_read_by_the_ranks_that_share_them(made, monkeypatch):
-    store, drawn, _ = made
+def test_ranks_that_share_a_cell_of_several_lanes_both_read_it(streamed, monkeypatch):
+    store, run_order, _ = streamed
     fs.delete(fs.join(store, "stream"))
     monkeypatch.setattr(stream, "MAX_CELLS", 4)
-    write_stream(store, drawn, batch=BATCH, pool=np.empty(0, np.int64))
-    mapped = batches(store, drawn)
+    write_stream(store, run_order, batch=BATCH, pool=np.empty(0, np.int64))
+    mapped = batches(store, run_order)
     for world in (2, 6):
         ranks = [batches(store, None, rank=rank, world=world) for rank in range(world)]
         for step in (0, 7, STEPS - 1):
             assert sorted(chain(*(contents(rank(step)) for rank in ranks))) == contents(mapped(step))
 
 
-def test_the_sample_of_validation_is_the_same_without_the_store(made):
-    store, *_ = made
-    mapped = draw_sample(Store.open(store), CONFIG.validation, seed=0)
+def test_the_validation_sample_is_the_same_without_the_store(streamed):
+    store, *_ = streamed
+    mapped_sample = draw_sample(Store.open(store), CONFIG.validation, seed=0)
     pool = read_pool(store)
-    found = draw_sample(Store.open(store, ["validation"]), CONFIG.validation, seed=0, pool=pool)
-    assert mapped is not None
-    assert found is not None
-    assert (found.pool, found.queries) == (mapped.pool, mapped.queries)
+    streamed_sample = draw_sample(Store.open(store, ["validation"]), CONFIG.validation, seed=0, pool=pool)
+    assert mapped_sample is not None
+    assert streamed_sample is not None
+    assert (streamed_sample.pool, streamed_sample.queries) == (mapped_sample.pool, mapped_sample.queries)
     for name in ("positives", "relevant", "negatives"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(mapped, name))
+        np.testing.assert_array_equal(getattr(streamed_sample, name), getattr(mapped_sample, name))
 
 
-def test_a_killed_shuffle_goes_on_and_gives_the_same_files(made, monkeypatch):
-    store, drawn, _ = made
+def test_a_killed_shuffle_resumes_and_writes_equal_files(streamed, monkeypatch):
+    store, run_order, _ = streamed
     folder = fs.join(store, "stream")
-    whole = {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder) if "chunks" in name}
+    expected = {
+        name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder) if "chunks" in name
+    }
     fs.delete(folder)
     tasks = 0
 
@@ -182,18 +185,18 @@ def test_a_killed_shuffle_goes_on_and_gives_the_same_files(made, monkeypatch):
 
     pool = np.array([3, 1], np.int64)
     with pytest.raises(TrainingError, match="killed"):
-        write_stream(store, drawn, batch=BATCH, pool=pool, each=killed)
-    write_stream(store, drawn, batch=BATCH, pool=pool)
-    assert {name: fs.read_bytes(fs.join(folder, name)) for name in whole} == whole
+        write_stream(store, run_order, batch=BATCH, pool=pool, each=killed)
+    write_stream(store, run_order, batch=BATCH, pool=pool)
+    assert {name: fs.read_bytes(fs.join(folder, name)) for name in expected} == expected
     assert {name.split("/")[0] for name in fs.list_files(folder)} == {
         "chunks", "done", stream.INDEX_FILE, stream.POOL_FILE,
     }  # fmt: skip
 
 
-def test_a_streamed_run_learns_what_a_mapped_one_does(parents, tmp_path: Path, monkeypatch):
+def test_a_streamed_run_has_the_losses_of_a_mapped_one(parents, tmp_path: Path, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setattr(stream, "CHUNK_ROWS", 3 * BATCH)
-    found = {}
+    results = {}
     for mode, limit in (("always", 0.0), ("never", 32.0)):
         config = CONFIG.model_copy(
             update={
@@ -204,18 +207,18 @@ def test_a_streamed_run_learns_what_a_mapped_one_does(parents, tmp_path: Path, m
             }
         )
         torch.manual_seed(0)
-        made = job.run(config, **parents, output=str(tmp_path / mode))
-        found[mode] = made.counts, made.read_json("curve.json"), made.read_json("validation.json")
-    (counts, curve, validation), (_, expected, measured) = found["always"], found["never"]
+        towers = job.run(config, **parents, output=str(tmp_path / mode))
+        results[mode] = towers.counts, towers.read_json("curve.json"), towers.read_json("validation.json")
+    (counts, curve, validation), (_, expected, mapped_validation) = results["always"], results["never"]
     assert len(curve) > 2
     for name in ("loss", "gradient_norm"):
         np.testing.assert_allclose(
-            [at[name] for at in curve], [at[name] for at in expected], rtol=2e-3, atol=1e-4
+            [point[name] for point in curve], [point[name] for point in expected], rtol=2e-3, atol=1e-4
         )
     assert validation[-1]["contrastive_entropy"] == pytest.approx(
-        measured[-1]["contrastive_entropy"], rel=1e-2
+        mapped_validation[-1]["contrastive_entropy"], rel=1e-2
     )
-    assert counts["document_tokens"] == pytest.approx(found["never"][0]["document_tokens"], rel=0.1)
+    assert counts["document_tokens"] == pytest.approx(results["never"][0]["document_tokens"], rel=0.1)
 
 
 def test_a_streamed_run_needs_no_validation(parents, tmp_path: Path, monkeypatch):
@@ -234,7 +237,7 @@ def test_a_streamed_run_needs_no_validation(parents, tmp_path: Path, monkeypatch
         ("/shared/disk/store", 1, 0, True),
     ],
 )
-def test_a_stream_is_written_where_every_node_would_copy_much(
+def test_a_stream_is_written_for_a_large_remote_store(
     store: str, gb: int, limit: float, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ):
     totals = {"query_tokens": 100, "document_tokens": 2000, "bytes": 1}
@@ -243,12 +246,12 @@ def test_a_stream_is_written_where_every_node_would_copy_much(
     changes = {"data": DataAccess(copy_limit_gb=limit), "validation": None, "max_steps": 2}
     config = CONFIG.model_copy(update=changes)
     prepared = PreparedStore(store, {}, {"click/one": 5 * BATCH}, 10, 3)
-    found = job._stream(config, prepared, Order(config, prepared.sizes))
-    assert found == ((100 / 24, 2000 / 24) if streamed else None)
+    means = job._stream(config, prepared, Order(config, prepared.sizes))
+    assert means == ((100 / 24, 2000 / 24) if streamed else None)
 
 
-def trained(store: str, checkpoints: str, until: int) -> list[dict]:
-    """The loss curve of a run on the ranks that there are, from its newest checkpoint to step `until`."""
+def train_until(store: str, folder: str, until: int) -> list[dict]:
+    """Train on the current ranks from the newest checkpoint to step `until`; return the loss curve."""
     towers = dual_encoder.build(
         CONFIG.query, CONFIG.document, dim=8, seed=0, share_base=False,
         tokenizers=json.loads(fs.read_bytes(fs.join(store, "tokenizers.json"))),
@@ -263,26 +266,28 @@ def trained(store: str, checkpoints: str, until: int) -> list[dict]:
             raise InterruptedError
         return source(step)
 
-    saved = Checkpoints(checkpoints)
+    checkpoints = Checkpoints(folder)
     engine = build(StageOne(towers, CONFIG.losses), schedule=schedule, device=torch.device("cpu"))
     try:
-        return TrainingLoop(engine, schedule, saved, section="test", steps=STEPS).fit(batch_at).curve
+        return TrainingLoop(engine, schedule, checkpoints, section="test", steps=STEPS).fit(batch_at).curve
     except InterruptedError:
-        saved.wait()
+        checkpoints.wait()
         return []
 
 
-@pytest.mark.parametrize("made", [{}], indirect=True)
-def test_ranks_that_leave_and_join_change_no_loss(made, tmp_path: Path):
-    store, *_ = made
-    whole = trained(store, str(tmp_path / "whole"), STEPS)
-    cut = str(tmp_path / "cut")
-    assert ranks.run(trained, store, cut, 9, world=2) == [[], []]
-    assert trained(store, cut, 14) == []
-    first, *others = ranks.run(trained, store, cut, STEPS, world=3)
+@pytest.mark.parametrize("streamed", [{}], indirect=True)
+def test_leaving_and_joining_ranks_do_not_change_losses(streamed, tmp_path: Path):
+    store, *_ = streamed
+    expected = train_until(store, str(tmp_path / "whole"), STEPS)
+    interrupted = str(tmp_path / "cut")
+    assert ranks.run(train_until, store, interrupted, 9, world=2) == [[], []]
+    assert train_until(store, interrupted, 14) == []
+    first, *others = ranks.run(train_until, store, interrupted, STEPS, world=3)
     assert others == [first, first]
-    assert [at["step"] for at in first] == [at["step"] for at in whole]
-    np.testing.assert_allclose([at["loss"] for at in first], [at["loss"] for at in whole], rtol=1e-3)
+    assert [point["step"] for point in first] == [point["step"] for point in expected]
+    np.testing.assert_allclose(
+        [point["loss"] for point in first], [point["loss"] for point in expected], rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize(("batch", "cells"), [(480, 480), (40_000, 1000), (128, 128), (2, 2), (1031, 1)])

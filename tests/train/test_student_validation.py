@@ -1,4 +1,4 @@
-"""Held-out queries measure a student while it trains, and the best weights are kept."""
+"""Held-out queries measure a student in training, and the best weights are kept."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from scalingnote.train.distillation.config import DistillConfig, StudentValidati
 
 @pytest.fixture
 def query_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
-    """A teacher's embeddings of pseudo-queries, every fifth one for validation."""
+    """Write a teacher's embeddings of pseudo-queries, every fifth one for validation."""
     without_ray(monkeypatch)
     texts = [row["content"] for row in tiny.document_rows()]
     draft = Draft(str(tmp_path / "pseudo"), kind="pseudo_queries", config=tiny.Nothing(), parents={})
@@ -37,10 +37,12 @@ def query_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifac
         "queries/part-00000-00000.parquet", pa.Table.from_pylist(rows, schema=schema.PSEUDO_QUERIES)
     )
     pseudo = draft.commit(counts={"queries": len(rows)})
-    learnt = backbone.train_tokenizer(texts, vocabulary=400)
+    tokenizer_json = backbone.train_tokenizer(texts, vocabulary=400)
     draft = Draft(str(tmp_path / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
-    made.save(Path(draft.path("query")))
+    tower = dual_encoder.build_tower(
+        tiny.query_tower(), role="query", dim=16, tokenizer_json=tokenizer_json, seed=0
+    )
+    tower.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
     return encode.run_queries(
         TeacherConfig(resources=Fleet(workers=1)),
@@ -50,25 +52,25 @@ def query_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifac
     )
 
 
-def trained(query_embeddings: Artifact, **knobs: Any) -> Artifact:
-    student, alone = LookupConfig(storage="float32"), Ranks(workers=0)
-    config = DistillConfig(student=student, global_batch=16, resources=alone, **knobs)
+def train_student(query_embeddings: Artifact, **knobs: Any) -> Artifact:
+    student, one_process = LookupConfig(storage="float32"), Ranks(workers=0)
+    config = DistillConfig(student=student, global_batch=16, resources=one_process, **knobs)
     output = str(Path(query_embeddings.uri).with_name("student"))
     return job.run(config, query_embeddings=query_embeddings.uri, output=output)
 
 
-def test_a_student_of_pseudo_queries_is_measured_on_those_held_out(query_embeddings: Artifact):
-    found = trained(
+def test_a_student_is_measured_on_held_out_pseudo_queries(query_embeddings: Artifact):
+    student = train_student(
         query_embeddings,
         optimizer=Optimizer(peak_lr=0.05),
         epochs=6,
         validation=StudentValidation(every=5),
     )
-    measured = found.read_json("validation.json")
-    assert [row["step"] for row in measured] == [5, 10, 15, 20, found.counts["steps"]]
-    assert measured[-1]["cosine"] > measured[0]["cosine"]
-    assert measured[-1]["squared_distance"] < measured[0]["squared_distance"]
-    assert found.counts["queries"] == sum(n % 5 > 0 for n in range(tiny.DOCUMENTS))
+    measurements = student.read_json("validation.json")
+    assert [row["step"] for row in measurements] == [5, 10, 15, 20, student.counts["steps"]]
+    assert measurements[-1]["cosine"] > measurements[0]["cosine"]
+    assert measurements[-1]["squared_distance"] < measurements[0]["squared_distance"]
+    assert student.counts["queries"] == sum(n % 5 > 0 for n in range(tiny.DOCUMENTS))
 
 
 def test_cosine_and_distance_are_means_over_the_queries():
@@ -81,21 +83,21 @@ def test_cosine_and_distance_are_means_over_the_queries():
 
 
 def test_a_student_stops_early_and_keeps_the_best(query_embeddings: Artifact):
-    """A rate at which it diverges: after its best measurement, two worse ones end the run."""
-    found = trained(
+    """At this rate it diverges: two measurements worse than the best end the run."""
+    artifact = train_student(
         query_embeddings,
         optimizer=Optimizer(peak_lr=3.0, warmup=0.5),
         epochs=30,
         validation=StudentValidation(every=2, patience=2),
     )
-    cosines = [row["cosine"] for row in found.read_json("validation.json")]
-    assert found.counts["steps"] < 30 * 4
+    cosines = [row["cosine"] for row in artifact.read_json("validation.json")]
+    assert artifact.counts["steps"] < 30 * 4
     best = int(np.argmax(cosines))
     assert len(cosines) == best + 3
-    kept = LookupTower.load(found.directory("query"))
+    kept_table = LookupTower.load(artifact.directory("query"))
     table = query_embeddings.table("embeddings")
     table = table.filter(pc.equal(table["split"], "validation"))
-    rows = collate(kept.prompt.rows(table["query"].to_pylist()), pad=kept.pad)
-    student, teacher = kept(rows)[:, 0].detach().numpy(), arrow.to_numpy(table["embedding"])
-    measured = agreement.measure_embeddings(student, teacher)
-    assert measured["cosine"] == pytest.approx(cosines[best], rel=1e-3)
+    rows = collate(kept_table.prompt.rows(table["query"].to_pylist()), pad=kept_table.pad)
+    embeddings, teacher = kept_table(rows)[:, 0].detach().numpy(), arrow.to_numpy(table["embedding"])
+    metrics = agreement.measure_embeddings(embeddings, teacher)
+    assert metrics["cosine"] == pytest.approx(cosines[best], rel=1e-3)

@@ -14,21 +14,21 @@ from scalingnote.train.loop import TensorBoard, build_trackers, events_folder
 
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
-    found = EventAccumulator(str(folder)).Reload()
-    return [(event.step, event.value) for event in found.Scalars(name)]
+    events = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_events_lie_beside_the_artifact_in_the_runs_folder():
+def test_events_are_in_the_tensorboard_folder_of_the_run():
     assert events_folder("/runs/demo/train/abc123") == "/runs/demo/tensorboard/train/abc123"
     assert events_folder("s3://bucket/demo/distill/abc/") == "s3://bucket/demo/tensorboard/distill/abc"
 
 
-def test_tensorboard_reads_back_what_was_logged(tmp_path: Path):
+def test_tensorboard_reads_the_logged_values(tmp_path: Path):
     [board] = build_trackers(Tracking(), str(tmp_path), "train-abc")
     for step in range(3):
         board.log(step, {"loss": 1 / (step + 1), "R@10": 0.25})
     board.close()
-    TensorBoard(str(tmp_path / "none")).close()  # nothing logged leaves no file
+    TensorBoard(str(tmp_path / "none")).close()  # a board without values writes no file
     assert not (tmp_path / "none").exists()
     assert scalars(tmp_path, "loss") == [(0, 1.0), (1, 0.5), (2, pytest.approx(1 / 3))]
     assert [value for _, value in scalars(tmp_path, "R@10")] == [0.25] * 3
@@ -46,7 +46,7 @@ def test_a_resumed_run_hides_the_steps_after_its_checkpoint(tmp_path: Path):
     assert scalars(tmp_path, "loss") == [(step, 1.0 if step < 4 else 2.0) for step in range(10)]
 
 
-def test_a_remote_folder_gets_its_files_while_training_and_at_the_end(
+def test_remote_events_are_uploaded_in_training_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(loop, "_UPLOAD_INTERVAL_S", 0.0)
@@ -58,19 +58,19 @@ def test_a_remote_folder_gets_its_files_while_training_and_at_the_end(
     assert scalars(tmp_path / "events", "loss") == [(0, 1.0), (1, 2.0)]
 
 
-def test_wandb_is_told_under_the_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_receives_numbers_under_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = Mock(Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    _, told = build_trackers(Tracking(wandb="papers"), str(tmp_path), "train/abc")
-    told.log(7, {"loss": 1.0})
-    told.close()
-    given = wandb.init.call_args.kwargs
-    assert (given["project"], given["name"], given["id"]) == ("papers", "train/abc", "train-abc")
-    assert given["resume"] == "allow"
+    _, tracker = build_trackers(Tracking(wandb="papers"), str(tmp_path), "train/abc")
+    tracker.log(7, {"loss": 1.0})
+    tracker.close()
+    arguments = wandb.init.call_args.kwargs
+    assert (arguments["project"], arguments["name"], arguments["id"]) == ("papers", "train/abc", "train-abc")
+    assert arguments["resume"] == "allow"
     assert wandb.init.return_value.mock_calls == [call.log({"loss": 1.0}, step=7), call.finish()]
 
 
-def test_mlflow_goes_on_with_the_run_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mlflow_continues_the_run_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     client = Mock()
     info = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     client.get_experiment_by_name.side_effect = [None, SimpleNamespace(experiment_id="e1")]
@@ -78,20 +78,20 @@ def test_mlflow_goes_on_with_the_run_of_the_same_name(tmp_path: Path, monkeypatc
     client.search_runs.side_effect = [[], [info]]
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda: client))
     for step in (1, 2):
-        _, told = build_trackers(Tracking(mlflow="towers"), str(tmp_path), "train-abc")
-        told.log(step, {"R@10": 0.5})
-        told.close()
+        _, tracker = build_trackers(Tracking(mlflow="towers"), str(tmp_path), "train-abc")
+        tracker.log(step, {"R@10": 0.5})
+        tracker.close()
     client.create_experiment.assert_called_once_with("towers")
     client.create_run.assert_called_once_with("e1", run_name="train-abc")
-    asked = call(["e1"], "attributes.run_name = 'train-abc'", max_results=1)
-    assert client.search_runs.call_args_list == [asked] * 2
+    query = call(["e1"], "attributes.run_name = 'train-abc'", max_results=1)
+    assert client.search_runs.call_args_list == [query] * 2
     assert client.log_metric.call_args_list == [call("r1", "R_at_10", 0.5, step=step) for step in (1, 2)]
     assert client.update_run.call_args_list == [call("r1", status="RUNNING")] * 2
     assert client.set_terminated.call_args_list == [call("r1")] * 2
 
 
 @pytest.mark.parametrize("knob", ["wandb", "mlflow"])
-def test_a_missing_package_is_named_with_its_remedy(
+def test_the_error_for_a_missing_package_has_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knob: str
 ):
     monkeypatch.setitem(sys.modules, knob, None)

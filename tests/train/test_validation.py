@@ -37,7 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class BagOfTokens(nn.Module):
-    """Embeds a row as a random projection of its tokens: related texts meet, and dropout would show."""
+    """Embeds a row as a random projection of its tokens: related texts are similar, dropout has an effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class BagOfTokens(nn.Module):
         return out if name == "query" else torch.cat([torch.randn_like(out), out], dim=1)
 
 
-def made(store: str, module: nn.Module, config: Validation | None = SAMPLE):
+def build_validator(store: str, module: nn.Module, config: Validation | None = SAMPLE):
     engine = Engine.__new__(Engine)  # only its module, device and autocast are used
     engine.module, engine.device, engine.precision = module, torch.device("cpu"), contextlib.nullcontext
-    whole = CONFIG.model_copy(update={"validation": config, "seed": 3})
+    settings = CONFIG.model_copy(update={"validation": config, "seed": 3})
     with few_negatives():
-        return validator(Store.open(store), engine, whole, views=("title", "summary"), pads=(0, 0))
+        return validator(Store.open(store), engine, settings, views=("title", "summary"), pads=(0, 0))
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def few_negatives() -> Iterator[None]:
 def on_one_rank(store: str) -> tuple[dict[str, float], int]:
     torch.manual_seed(0)
     module = BagOfTokens().train()
-    validate = made(store, module)
+    validate = build_validator(store, module)
     assert validate is not None
     return validate(), module.calls
 
@@ -83,7 +83,7 @@ def on_one_rank(store: str) -> tuple[dict[str, float], int]:
 
 
 @few_negatives()
-def test_a_sample_is_fixed_by_its_seed_and_holds_what_it_must(store: str):
+def test_a_seed_determines_the_sample_with_all_positives(store: str):
     opened = Store.open(store)
     sample, again = (draw_sample(opened, SAMPLE, seed=3) for _ in range(2))
     other = draw_sample(opened, SAMPLE, seed=4)
@@ -104,7 +104,7 @@ def test_a_sample_is_fixed_by_its_seed_and_holds_what_it_must(store: str):
         assert min(negatives) >= 6  # the positives of queries come first, negatives are drawn from the rest
 
 
-def test_a_sample_is_as_large_as_there_is_to_draw_from(store: str):
+def test_the_size_of_the_store_limits_the_sample(store: str):
     opened = Store.open(store)
     sample = draw_sample(opened, Validation(queries=500, documents=500), seed=0)
     assert sample is not None
@@ -130,48 +130,53 @@ def test_measures_equal_their_plain_definitions(seed: int):
     relevant[np.arange(5), positives] = True
     negatives = np.stack([rng.choice(np.flatnonzero(~row), 4, replace=False) for row in relevant])
     sample = sample_of(positives, relevant, negatives)
-    found = measure_retrieval(queries, pool, sample, temperature=0.1)
+    metrics = measure_retrieval(queries, pool, sample, temperature=0.1)
     expected = np.zeros((5, 4))
     for i in range(5):
         cosine = [
             float(q @ d / np.linalg.norm(q) / np.linalg.norm(d))
             for q, d in [(queries[i].astype(float), d.astype(float)) for d in pool]
         ]
-        own, *others = (cosine[c] / 0.1 for c in (positives[i], *negatives[i]))
+        positive, *others = (cosine[c] / 0.1 for c in (positives[i], *negatives[i]))
         ranking = sorted(range(20), key=lambda c: -cosine[c])
         rank = 1 + next(place for place, column in enumerate(ranking) if relevant[i, column])
-        expected[i] = -own + np.log(np.exp([own, *others]).sum()), rank == 1, rank <= 10, (rank <= 10) / rank
-    np.testing.assert_allclose(list(found.values()), expected.mean(0), rtol=1e-5, atol=1e-6)
+        expected[i] = (
+            -positive + np.log(np.exp([positive, *others]).sum()),
+            rank == 1,
+            rank <= 10,
+            (rank <= 10) / rank,
+        )
+    np.testing.assert_allclose(list(metrics.values()), expected.mean(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, np.nan])
-def test_towers_that_tell_nothing_apart_find_nothing(value: float):
+def test_constant_embeddings_have_a_recall_of_zero(value: float):
     pool = np.full((30, 4), value, np.float32)
     relevant = np.zeros((2, 30), dtype=bool)
     relevant[:, 0] = True
     negatives = np.tile(np.arange(1, 9), (2, 1))
     sample = sample_of(np.zeros(2, np.int64), relevant, negatives)
-    found = measure_retrieval(pool[:2], pool, sample, temperature=0.001)
-    assert found["R@10"] == found["MRR@10"] == 0.0
-    assert np.isnan(value) or found["contrastive_entropy"] == pytest.approx(np.log(9))
+    metrics = measure_retrieval(pool[:2], pool, sample, temperature=0.001)
+    assert metrics["R@10"] == metrics["MRR@10"] == 0.0
+    assert np.isnan(value) or metrics["contrastive_entropy"] == pytest.approx(np.log(9))
 
 
 # --- while training --------------------------------------------------------------------------------------
 
 
-def test_all_ranks_know_the_numbers_of_one(store: str):
+def test_all_ranks_have_the_numbers_of_one_process(store: str):
     expected, _ = on_one_rank(store)
     results = ranks.run(on_one_rank, store, world=3)  # 40 documents: unequal shares
-    assert len({calls for _, calls in results}) == 1  # or sharded weights would wait for ever
-    for found, _ in results:
-        assert found == pytest.approx(expected, rel=1e-6)
-        assert found == results[0][0]
+    assert len({calls for _, calls in results}) == 1  # or a rank would wait forever for sharded weights
+    for metrics, _ in results:
+        assert metrics == pytest.approx(expected, rel=1e-6)
+        assert metrics == results[0][0]
 
 
-def test_training_does_not_notice(store: str):
+def test_validation_does_not_change_training(store: str):
     module = BagOfTokens().train()
     module.frozen.eval()
-    validate = made(store, module)
+    validate = build_validator(store, module)
     assert validate is not None
     torch.manual_seed(7)
     before = torch.get_rng_state()
@@ -179,13 +184,13 @@ def test_training_does_not_notice(store: str):
     assert torch.equal(torch.get_rng_state(), before)
     assert module.training
     assert module.dropout.training
-    assert not module.frozen.training  # nor was it before
+    assert not module.frozen.training  # the same as before
     assert torch.is_grad_enabled()
     assert validate() == first  # no dropout
     assert first["R@10"] > 0.5  # queries share words with their documents: the indexed view was used
 
 
-def test_without_a_split_nothing_is_measured_and_that_is_said_once(
+def test_without_a_split_nothing_is_measured_and_a_line_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     dataset = tiny.dataset(str(tmp_path / "dataset"))
@@ -196,10 +201,10 @@ def test_without_a_split_nothing_is_measured_and_that_is_said_once(
     draft.write_table("triplets.parquet", table)
     folder = str(tmp_path / "store")
     prepare(CONFIG, dataset=dataset, triplets=draft.commit(counts={}), folder=folder)
-    said: list[str] = []
-    logger = SimpleNamespace(info=said.append)
+    lines: list[str] = []
+    logger = SimpleNamespace(info=lines.append)
     monkeypatch.setattr("scalingnote.train.validation.get_logger", lambda name: logger)
-    assert made(folder, BagOfTokens()) is None
-    assert said == ["the triplets have no validation split: nothing is measured in training"]
-    assert made(folder, BagOfTokens(), None) is None
-    assert len(said) == 1
+    assert build_validator(folder, BagOfTokens()) is None
+    assert lines == ["the triplets have no validation split: nothing is measured in training"]
+    assert build_validator(folder, BagOfTokens(), None) is None
+    assert len(lines) == 1

@@ -1,4 +1,4 @@
-"""Tokens of a student: new words, where they are found in a text, and what rows start as."""
+"""Tokens of a student: new words, their places in a text, and the initial values of rows."""
 
 import subprocess
 import sys
@@ -25,29 +25,32 @@ CHINESE = ["什么是高血压", "高血压怎么治疗", "糖尿病的治疗", 
 
 
 def byte_level() -> Tokenizer:
-    """As a student from scratch has one, with no merges: every word breaks into bytes."""
+    """Build the tokenizer of a student from scratch, without merges: every word breaks into bytes."""
     return Tokenizer.from_str(train_tokenizer(["x"], vocabulary=300))
 
 
 def word_pieces() -> Tokenizer:
-    """As a BERT that lowers case has one, with spaces put around Chinese characters."""
+    """Build the tokenizer of a lower-case BERT, with spaces around Chinese characters."""
     letters = "abcdefghijklmnopqrstuvwxyz什么是高血压怎治疗糖尿病的检查()"
     pieces = ["[UNK]", *letters, *(f"##{letter}" for letter in letters)]
-    made = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    return made
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    return tokenizer
 
 
 def marked_spaces() -> Tokenizer:
-    """As a Llama has one: the normalizer turns spaces into marks."""
+    """Build the tokenizer of a Llama: the normalizer converts spaces to marks."""
     pieces = ["[UNK]", *"▁abcdefghijklmnopqrstuvwxyz()"]
-    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="[UNK]"))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return made
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
 
 
-def found(tokenizer: Tokenizer, text: str, words: list[str]) -> list[tuple[str, str]]:
-    """The new words that a text holds, and the text each stands for by its offsets."""
+def added_words_in(tokenizer: Tokenizer, text: str, words: list[str]) -> list[tuple[str, str]]:
+    """Return the new words in a text, and the text that each one covers by its offsets."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
     return [
         (token, text[slice(*offsets)].strip())
@@ -62,7 +65,7 @@ def mine(
     return vocabulary.mine_words(texts, make(), tokens=tokens, min_count=least, pairs=pairs)
 
 
-def test_pairs_are_words_beside_each_other():
+def test_pairs_are_adjacent_words():
     texts = ["heart-failure, heart failure", "of heart failure. heart"]
     expected = ["failure", "heart", "heart failure", "heart-failure", "of", "of heart"]
     assert mine(texts, word_pieces, pairs=True) == expected
@@ -89,40 +92,42 @@ def test_known_tokens_numbers_and_characters_are_not_mined():
     ("texts", "make", "least", "expected"),
     [
         (CHINESE, byte_level, 2, ["治疗", "高血压"]),  # segmented by the planner's dictionary
-        (["λόγος"], word_pieces, 1, ["λόγος"]),  # which the tokenizer does not know at all
+        (["λόγος"], word_pieces, 1, ["λόγος"]),  # unknown to the tokenizer
         (["Ein Zebra", "zebra crossing"], word_pieces, 2, ["zebra"]),
         (["Ein Zebra", "zebra crossing"], byte_level, 1, ["Ein", "Zebra", "crossing", "zebra"]),
-        # Words that the tokenizer makes equal, and the same where it does not.
+        # Words that the tokenizer makes equal, and the same words if it does not.
         (["der krüppel", "der krüppel", "the kruppel"], word_pieces, 1, ["der", "krüppel", "the"]),
         (["der krüppel", "der krüppel", "the kruppel"], byte_level, 1, ["der", "krüppel", "kruppel", "the"]),
     ],
 )
-def test_words_are_mined_as_the_tokenizer_reads_them(texts: list[str], make, least: int, expected: list[str]):
+def test_words_are_mined_in_the_form_that_the_tokenizer_reads(
+    texts: list[str], make, least: int, expected: list[str]
+):
     assert mine(texts, make, tokens=9 if least == 1 else 2, least=least) == expected
 
 
 @pytest.mark.parametrize("make", [byte_level, word_pieces, marked_spaces])
-def test_an_english_word_is_found_alone_and_never_inside_another(make):
+def test_an_english_word_is_never_found_inside_another(make):
     tokenizer = make()
     vocabulary.add_words(tokenizer, ["art", "osteoporosis"])
-    seen = found(tokenizer, "heart art (osteoporosis) party", ["art", "osteoporosis"])
-    assert [text for _, text in seen] == ["art", "osteoporosis"]
-    assert found(tokenizer, "heart party osteoporosislike smart", ["art", "osteoporosis"]) == []
+    matches = added_words_in(tokenizer, "heart art (osteoporosis) party", ["art", "osteoporosis"])
+    assert [text for _, text in matches] == ["art", "osteoporosis"]
+    assert added_words_in(tokenizer, "heart party osteoporosislike smart", ["art", "osteoporosis"]) == []
 
 
 @pytest.mark.parametrize("make", [byte_level, word_pieces, marked_spaces])
-def test_the_space_before_a_new_word_is_no_token(make):
+def test_the_space_before_a_new_word_is_not_a_token(make):
     before, after = make(), make()
     vocabulary.add_words(after, ["osteoporosis"])
     pieces = before.encode("osteoporosis", add_special_tokens=False).ids
     spaced = before.encode("men osteoporosis men", add_special_tokens=False).ids
-    new = after.encode("men osteoporosis men", add_special_tokens=False).ids
+    new_ids = after.encode("men osteoporosis men", add_special_tokens=False).ids
     word = after.token_to_id("osteoporosis")
-    at = new.index(word)
-    assert new[:at] == before.encode("men", add_special_tokens=False).ids
-    # Behind it all is as it was: as many tokens as the old row has behind the word's pieces.
-    assert new[at + 1 :] == spaced[len(spaced) - len(new[at + 1 :]) :]
-    assert len(new) <= len(spaced) - len(pieces) + 1
+    at = new_ids.index(word)
+    assert new_ids[:at] == before.encode("men", add_special_tokens=False).ids
+    # The tokens behind the word are unchanged: the same number as in the old row behind the word's pieces.
+    assert new_ids[at + 1 :] == spaced[len(spaced) - len(new_ids[at + 1 :]) :]
+    assert len(new_ids) <= len(spaced) - len(pieces) + 1
 
 
 @pytest.mark.parametrize("make", [byte_level, word_pieces])
@@ -131,9 +136,9 @@ def test_the_longest_chinese_word_is_found_between_others(make):
     vocabulary.add_words(tokenizer, ["血压", "高血压", "治疗"])
     text = "什么是高血压怎么治疗"
     offsets = tokenizer.encode(text, add_special_tokens=False).offsets
-    seen = {text[slice(*at)].strip() for at in offsets}
-    assert seen >= {"高血压", "治疗"}
-    assert "血压" not in seen
+    covered_texts = {text[slice(*at)].strip() for at in offsets}
+    assert covered_texts >= {"高血压", "治疗"}
+    assert "血压" not in covered_texts
 
 
 def test_offsets_cover_the_text_in_order():
@@ -157,25 +162,27 @@ def test_a_new_row_starts_at_the_mean_of_its_pieces(make):
     size = before.get_vocab_size()
     assert [after.token_to_id(word) for word in words] == [size, size + 1]
     table = torch.randn(size + 2, 6, generator=torch.Generator().manual_seed(0))
-    filled = table.clone()
+    initialized = table.clone()
     padding = Tokenizer.from_str(before.to_str())
-    padding.enable_padding(length=9)  # as that of all-MiniLM-L6-v2
-    vocabulary.initialize_word_rows(filled, words, before=padding, after=after)
-    assert torch.equal(filled[:size], table[:size])
+    padding.enable_padding(length=9)  # like that of all-MiniLM-L6-v2
+    vocabulary.initialize_word_rows(initialized, words, before=padding, after=after)
+    assert torch.equal(initialized[:size], table[:size])
     for word, text in zip(words, (" osteoporosis", "高血压"), strict=True):
         pieces = before.encode(text, add_special_tokens=False).ids
         expected = sum(table[piece].double() for piece in pieces) / len(pieces)
-        torch.testing.assert_close(filled[after.token_to_id(word)].double(), expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            initialized[after.token_to_id(word)].double(), expected, atol=1e-6, rtol=1e-6
+        )
 
 
-# --- a table with tokens of its own -------------------------------------------------------------------------
+# --- a table with its own tokens ----------------------------------------------------------------------------
 
 TEXTS = ["Joining tensors", "a tensor joins another", "Über Tensoren", "张量 连接", "joined, rejoined"]
 
 
-def test_pieces_are_of_lower_case_words_and_equal_in_every_process(tmp_path: Path):
-    learnt = train_word_pieces(TEXTS, vocabulary=80)
-    tokenizer = Tokenizer.from_str(learnt)
+def test_word_pieces_are_lower_case_and_equal_in_every_process(tmp_path: Path):
+    tokenizer_json = train_word_pieces(TEXTS, vocabulary=80)
+    tokenizer = Tokenizer.from_str(tokenizer_json)
     assert tokenizer.encode("JOIN Tensor").tokens == tokenizer.encode("join tensor").tokens
     assert tokenizer.encode("张量").tokens == ["张", "量"]
     assert tokenizer.encode("☃").tokens == ["[UNK]"]
@@ -185,15 +192,15 @@ def test_pieces_are_of_lower_case_words_and_equal_in_every_process(tmp_path: Pat
         f"sys.stdout.buffer.write(train({TEXTS!r}, vocabulary=80).encode())"
     )
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
-    assert other.decode() == learnt
-    (tmp_path / "tokenizer.json").write_text(learnt, encoding="utf-8")
-    assert read_tokenizer(str(tmp_path)) == read_tokenizer(str(tmp_path / "tokenizer.json")) == learnt
+    assert other.decode() == tokenizer_json
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    assert read_tokenizer(str(tmp_path)) == read_tokenizer(str(tmp_path / "tokenizer.json")) == tokenizer_json
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"distill\.tokenizer: .* is no tokenizer"):
+    with pytest.raises(ConfigError, match=r"distill\.tokenizer: .* is not a tokenizer"):
         read_tokenizer(str(tmp_path))
 
 
-def test_rows_are_the_ridge_regression():
+def test_fitted_rows_solve_the_ridge_regression():
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 12, rng.integers(1, 6)).tolist() for _ in range(200)]
     weights = rng.uniform(0.5, 2, 14).astype(np.float32)
@@ -203,12 +210,12 @@ def test_rows_are_the_ridge_regression():
         np.add.at(shares[number], ids, weights[ids])
     shares /= shares.sum(axis=1, keepdims=True)
     expected = np.linalg.solve(shares.T @ shares + np.eye(14), shares.T @ vectors)
-    found = fit_rows(texts, vectors, weights)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert not found[12:].any()  # no text has these tokens
+    rows = fit_rows(texts, vectors, weights)
+    np.testing.assert_allclose(rows, expected, atol=1e-4)
+    assert not rows[12:].any()  # no text has these tokens
 
 
-def test_texts_without_tokens_do_not_count():
+def test_texts_without_tokens_do_not_change_fitted_rows():
     with_empty = fit_rows([[0], [], [1]], np.eye(3, dtype=np.float32), np.ones(2, np.float32))
     without = fit_rows([[0], [1]], np.eye(3, dtype=np.float32)[[0, 2]], np.ones(2, np.float32))
     np.testing.assert_allclose(with_empty, without, atol=1e-6)

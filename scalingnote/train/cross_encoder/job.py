@@ -2,12 +2,12 @@
 
     triplets, documents     ─run─►            cross_encoder
     triplets, documents     ─run_queries─►    query_embeddings: proxies of queries, scores of triplets
-    documents               ─run_documents─►  embeddings: proxies of documents beside an empty query
+    documents               ─run_documents─►  embeddings: proxies of documents, read with an empty query
 
-The last two have the form that a dual encoder's have, so a student learns from either kind of teacher.
+The last two have the same form as those of a dual encoder, so a student learns from either kind of teacher.
 
-A query's proxy is that of a pair: it is read beside its first positive, and a generated query beside the
-positive of the query it was made from, which is near (EmbedDistill, sections 4.2 and 4.3).
+A query's proxy is computed from a pair: the query and its first positive. A generated query is paired with
+the positive of its source query, which is similar (EmbedDistill, sections 4.2 and 4.3).
 """
 
 from functools import partial
@@ -41,14 +41,14 @@ from scalingnote.train.tokens import MISSING_ROW, row_numbers
 
 log = get_logger("cross")
 MODEL = "model"
-TEMPLATE = "{title} {topic} {content}"  # of the fields of a document
+TEMPLATE = "{title} {topic} {content}"  # fields of a document
 QUERY_POSITIVES = pa.schema(
     {"query_id": pa.string(), "query": pa.string(), "split": pa.string(), "positive": pa.string()}
 )
 
 
 def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
-    """Train the cross-encoder; killed at any moment, the next call resumes from the newest checkpoint."""
+    """Train the cross-encoder. After a kill at any time, the next call resumes from the newest checkpoint."""
     uris = {"dataset": dataset, "triplets": triplets}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="cross_encoder", config=config, parents=parents)
@@ -72,9 +72,9 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
 def run_queries(
     config: TeacherConfig, *, dataset: str, triplets: str, cross_encoder: str, output: str
 ) -> Artifact:
-    """Embed training queries, also generated ones, and score the documents of every triplet.
+    """Embed training queries, including generated ones, and score the documents of every triplet.
 
-    All arguments but `config` are URIs; `output` is that of the query embeddings.
+    All arguments except `config` are URIs; `output` is that of the query embeddings.
     """
     uris = {"dataset": dataset, "triplets": triplets, "cross_encoder": cross_encoder}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
@@ -83,7 +83,7 @@ def run_queries(
         return draft.existing()
     source, teacher = parents["triplets"], parents["cross_encoder"]
     trained = validate(DualPooledConfig, teacher.manifest.config, source=teacher.uri)
-    # Documents are read by number, as in training: the pairs of a part name them in any order.
+    # Documents are read by number, the same as in training: the pairs of a part name them in any order.
     prepared = prepare(
         as_stage_one(trained, backbone=Pretrained(path=str(teacher.directory(MODEL)))),
         dataset=parents["dataset"],
@@ -91,11 +91,11 @@ def run_queries(
         folder=draft.work("data"),
         each=cluster.map_tasks,
     )
-    counted = source.rows_of(source.table_parts("triplets"))
+    triplet_rows = source.rows_of(source.table_parts("triplets"))
     rows = {
         name.replace("triplets/", folder, 1): count
         for folder in ("embeddings/", "scores/")
-        for name, count in counted.items()
+        for name, count in triplet_rows.items()
     }
     encoder = partial(
         PairQueryParts,
@@ -110,14 +110,15 @@ def run_queries(
         encoder, draft, rows=rows, resources=config.resources, unit="triplets", knob="teacher.resources"
     )
     embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
-    counts = {"queries": embedded, "scored": sum(counted.values())}
+    counts = {"queries": embedded, "scored": sum(triplet_rows.values())}
     return draft.commit(counts=counts, similarity=tower_similarity(teacher))
 
 
 def run_documents(config: EncodeConfig, *, dataset: str, cross_encoder: str, output: str) -> Artifact:
-    """Embed every document beside an empty query, in the order and parts of the dataset.
+    """Embed every document with an empty query, in the order and parts of the dataset.
 
-    Unit vectors where the cross-encoder scores by cosines; where it does by products, of their own length.
+    The results are unit vectors if the cross-encoder scores by cosines; if it scores by products, they keep
+    their length.
     """
     teacher = open_artifact(cross_encoder, kind="cross_encoder")
     return encode_documents(config, dataset, teacher, output, load_encoder=_pair_encoder, load_prompt=_prompt)
@@ -144,7 +145,7 @@ def _prompt(teacher: Artifact) -> DocumentPrompt:
 
 
 class PairQueryParts:
-    """Encodes the queries of a part of triplets, or scores their documents, in a worker."""
+    """Worker that encodes the queries of a part of triplets, or scores their documents."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class PairQueryParts:
         vocabulary_part: str,
         vocabulary_folder: str,
     ) -> None:
-        """The worker that encodes `vocabulary_part` also writes the teacher's vocabulary."""
+        """Load the models. The worker that encodes `vocabulary_part` also writes the teacher's vocabulary."""
         self._triplets, self._tokens = triplets, config.tokens
         self._vocabulary_part, self._vocabulary_folder = vocabulary_part, vocabulary_folder
         self._encoder = _pair_encoder(cross_encoder, config.token_budget)
@@ -167,13 +168,15 @@ class PairQueryParts:
         self.peak = self._encoder.peak()
 
     def __call__(self, name: str, _: None) -> EncodedPart:
-        """The embeddings of a part's queries, or the scores of its rows."""
+        """Compute the embeddings of a part's queries, or the scores of its rows."""
         return (self._score if name.startswith("scores/") else self._embed)(name)
 
     def _embed(self, name: str) -> EncodedPart:
         part = name.replace("embeddings/", "triplets/", 1)
-        beside = name.replace("embeddings/", "generated/", 1)
-        generated = self._triplets.table(beside) if beside in self._triplets.manifest.parts else None
+        generated_part = name.replace("embeddings/", "generated/", 1)
+        generated = (
+            self._triplets.table(generated_part) if generated_part in self._triplets.manifest.parts else None
+        )
         queries = distinct_queries(self._triplets.table(part), generated)
         documents = self._read(queries["positive"])
         rows = self._encoder.model.query_prompt.rows(queries["query"].to_pylist())
@@ -187,7 +190,7 @@ class PairQueryParts:
         return EncodedPart(out, cost)
 
     def _score(self, name: str) -> EncodedPart:
-        """Scores of each row's positive and negatives, null where one of them cannot be read."""
+        """Compute scores of each row's positive and negatives, null if one of them cannot be read."""
         table = self._triplets.table(
             name.replace("scores/", "triplets/", 1), ["query", "positive", "negatives"]
         )
@@ -207,11 +210,13 @@ class PairQueryParts:
         )
         starts = np.cumsum([0, *map(len, group)])
         lists = [scores[start:stop].tolist() for start, stop in pairwise(starts.tolist())]
-        read = [None if np.isnan(values).any() else values for values in lists]
-        return EncodedPart(pa.table({"scores": pa.array(read, pa.list_(pa.float32()))}), self._encoder.cost)
+        complete_lists = [None if np.isnan(values).any() else values for values in lists]
+        return EncodedPart(
+            pa.table({"scores": pa.array(complete_lists, pa.list_(pa.float32()))}), self._encoder.cost
+        )
 
     def _read(self, doc_ids: pa.Array | pa.ChunkedArray) -> list[TokenRow | None]:
-        """Token rows of documents; None for one that is null, or cannot be read."""
+        """Read token rows of documents; None for one that is null, or cannot be read."""
         rows = row_numbers(hash_of(pc.fill_null(doc_ids, "")), self._named, self._place)
         rows[np.asarray(pc.is_null(doc_ids))] = MISSING_ROW
         distinct = np.unique(rows[rows >= 0])
@@ -219,49 +224,49 @@ class PairQueryParts:
         return [texts.get(row) for row in rows.tolist()]
 
     def _write_vocabulary(self) -> None:
-        model, alone = self._encoder.model, None
+        model, token_proxies = self._encoder.model, None
         if self._tokens:
             size = model.query_prompt.tokenizer.get_vocab_size()
             rows = [model.query_prompt.row([token]) for token in range(size)]
-            alone = self._encoder.queries(rows, [None] * size)
+            token_proxies = self._encoder.queries(rows, [None] * size)
         write_vocabulary(
             self._vocabulary_folder,
             tokens=model.token_embeddings.weight,
-            alone=alone,
+            alone=token_proxies,
             tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
         )
 
 
 def distinct_queries(triplets: pa.Table, generated: pa.Table | None) -> pa.Table:
-    """The queries of some triplets, each once, and the document beside which each is read.
+    """List the queries of some triplets, each once, and the document that each is read with.
 
-    Generated queries whose source is a validation query are left out: its measure would be too good.
+    Generated queries with a validation query as their source are left out: its measure would be too good.
 
     Returns:
-        Rows of QUERY_POSITIVES in their order, generated ones last; `positive` is null where there is none.
+        Rows of QUERY_POSITIVES in their order, generated ones last; `positive` is null if there is none.
     """
     ids = triplets["query_id"].combine_chunks()
     _, first = np.unique(pc.dictionary_encode(ids).indices.to_numpy(), return_index=True)
-    own = triplets.take(pa.array(np.sort(first))).select(QUERY_POSITIVES.names)
+    originals = triplets.take(pa.array(np.sort(first))).select(QUERY_POSITIVES.names)
     if generated is None:
-        return own.cast(QUERY_POSITIVES)
-    source = pc.index_in(generated["source_query_id"], value_set=own["query_id"].combine_chunks())
-    split = own["split"].take(source)
-    further = pa.table(
+        return originals.cast(QUERY_POSITIVES)
+    source = pc.index_in(generated["source_query_id"], value_set=originals["query_id"].combine_chunks())
+    split = originals["split"].take(source)
+    additional = pa.table(
         {
             "query_id": generated["query_id"],
             "query": generated["query"],
             "split": pa.array(["train"] * len(generated), pa.string()),
-            "positive": own["positive"].take(source),
+            "positive": originals["positive"].take(source),
         },
         schema=QUERY_POSITIVES,
     )
     held_out = pc.fill_null(pc.equal(split, "validation"), False)
-    return pa.concat_tables([own.cast(QUERY_POSITIVES), further.filter(pc.invert(held_out))])
+    return pa.concat_tables([originals.cast(QUERY_POSITIVES), additional.filter(pc.invert(held_out))])
 
 
 def as_stage_one(config: DualPooledConfig, *, backbone: BackboneConfig | None = None) -> TrainConfig:
-    """The stage I config that prepares tokens of queries and documents, which are then read as pairs."""
+    """Build the stage I config that prepares tokens of queries and documents, later read as pairs."""
     backbone = backbone or config.backbone
     document = with_placeholder(TEMPLATE)
     return TrainConfig(
@@ -289,8 +294,8 @@ def _prepare_rank(
         return PairStage(model, config.losses, temperature=config.temperature)
 
     stage, order = build_stage(), Order(config, prepared.sizes)
-    knobs = {"pad": stage.model.pad, "in_batch": config.in_batch, "rank": rank, "world": world}
-    batches = PairBatches(Store.open(prepared.store), order, **knobs)
+    options = {"pad": stage.model.pad, "in_batch": config.in_batch, "rank": rank, "world": world}
+    batches = PairBatches(Store.open(prepared.store), order, **options)
     return RankTraining(
-        stage, build_stage, batches, save=lambda whole, folder: whole.model.save(folder / MODEL)
+        stage, build_stage, batches, save=lambda trained, folder: trained.model.save(folder / MODEL)
     )

@@ -1,7 +1,7 @@
 """Pairs of a query and a document: batches and loss of training, and the encoder that reads pairs offline.
 
 A query's candidates are its positive, its hard negatives, and positives of the rows that follow it in the
-global batch: which these are does not depend on how rows are divided among ranks.
+global batch. They do not depend on the division of rows among ranks.
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ from scalingnote.train.objective import TensorRecord, pad_lists
 class PairBatch(TensorRecord):
     """One rank's share of a step: every query with its positive, hard negatives, and positives of others."""
 
-    pairs: Batch  # all queries with their positives, then all with their first negatives, and so on
+    pairs: Batch  # all queries with their positives, then with their first negatives, and so on
     weights: Float[Tensor, " queries"]
     answers: Bool[Tensor, "queries group"]  # false negatives, without the positive itself
-    present: Bool[Tensor, "queries group"]  # not where a row has fewer negatives than others
+    present: Bool[Tensor, "queries group"]  # false if a row has fewer negatives than others
     scores: Float[Tensor, "queries scored"] | None = None  # of a ranking model, of the first candidates
 
 
@@ -51,45 +51,47 @@ class PairBatches:
     store: Store
     order: Order
     pad: int
-    in_batch: int  # positives of other rows that a query is paired with
+    in_batch: int  # number of positives of other rows that a query is paired with
     rank: int
     world: int
 
     def __call__(self, step: int) -> PairBatch:
-        """This rank's share of a step."""
+        """Build this rank's share of a step."""
         rows, global_batch = self.store["train"], self.order.batch(step)
-        mine = slice(self.rank, None, self.world)
-        chosen = global_batch[mine]
+        share = slice(self.rank, None, self.world)
+        chosen = global_batch[share]
         documents, answers = self._candidates(global_batch)
-        own = stand_ins(documents[mine])
+        read_documents = stand_ins(documents[share])
         queries = rows.tokens(chosen)
-        distinct = np.unique(own)
+        distinct = np.unique(read_documents)
         texts = dict(zip(distinct.tolist(), self.store["documents"].tokens(distinct), strict=True))
         pairs = [
             pair(query, texts[row])
-            for column in own.T.tolist()
+            for column in read_documents.T.tolist()
             for query, row in zip(queries, column, strict=True)
         ]
         return PairBatch(
             pairs=collate(pairs, pad=self.pad, packed=True),
             weights=torch.from_numpy(rows.values("weight", chosen)),
-            answers=torch.from_numpy(answers[mine]),
-            present=torch.from_numpy((documents != ABSENT)[mine]),
+            answers=torch.from_numpy(answers[share]),
+            present=torch.from_numpy((documents != ABSENT)[share]),
             scores=torch.from_numpy(rows.values("scores", chosen)) if self.store.facts["scored"] else None,
         )
 
     def _candidates(
         self, chosen: Int64[ndarray, " rows"]
     ) -> tuple[Int64[ndarray, "rows group"], Bool[ndarray, "rows group"]]:
-        """Each row's documents, the positive first, and a mask of the others that answer its query too."""
+        """Select each row's documents, the positive first; mask the others that answer its query too."""
         rows = self.store["train"]
-        own, queries = rows.values("documents", chosen), rows.values("query", chosen)
+        row_documents, queries = rows.values("documents", chosen), rows.values("query", chosen)
         known = pad_lists(rows.lists("known", chosen), width=max(self.store.facts["known"], 1))
         shifts = range(1, min(self.in_batch, len(chosen) - 1) + 1)
-        others = [np.roll(own[:, 0], -shift) for shift in shifts]
-        documents = np.column_stack([own, *others])
-        answers = (documents[:, :, None] == known[:, None, :]).any(axis=2) | (documents == own[:, :1])
-        for at, shift in enumerate(shifts, own.shape[1]):
+        others = [np.roll(row_documents[:, 0], -shift) for shift in shifts]
+        documents = np.column_stack([row_documents, *others])
+        answers = (documents[:, :, None] == known[:, None, :]).any(axis=2) | (
+            documents == row_documents[:, :1]
+        )
+        for at, shift in enumerate(shifts, row_documents.shape[1]):
             answers[:, at] |= np.roll(queries, -shift) == queries
         answers[:, 0] = False
         return documents, answers
@@ -101,12 +103,12 @@ class PairStage(Objective):
     def __init__(
         self, model: CrossEncoder, losses: CrossEncoderLosses, *, temperature: float | None = None
     ) -> None:
-        """`temperature` of the cosines, if scores are such."""
+        """Combine model and losses. `temperature` divides the cosines, if scores are cosines."""
         super().__init__()
         self.model, self._losses, self._temperature = model, losses, temperature
 
     def losses(self, batch: PairBatch, encode: Encode) -> WeightedLosses:
-        """This rank's losses times their weights, and their parts; means over ranks are those of all rows."""
+        """Compute the weighted losses of this rank, and their parts; means of both over ranks are global."""
         pairs, dim, losses = encode("pair", batch.pairs)["pair"][:, 0], self.model.dim, self._losses
         queries = len(batch.weights)
         with torch.autocast(pairs.device.type, enabled=False):
@@ -128,17 +130,20 @@ class PairStage(Objective):
         return {name: getattr(losses, name) * part for name, part in parts.items()}, parts
 
     def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
-        """``pair`` [pairs, 1, 2 dim + 1]: both proxies of a pair and its reconstruction loss, in float32."""
+        """Encode ``pair`` [pairs, 1, 2 dim + 1], in float32.
+
+        It holds both proxies of a pair and its reconstruction loss.
+        """
         return {name: self.model(rows).float()}
 
 
 def relevance(
     queries: Float[Tensor, "pairs dim"], documents: Float[Tensor, "pairs dim"], temperature: float | None
 ) -> Float[Tensor, " pairs"]:
-    """The relevance of each pair as a logit: a cosine over the temperature, or without one their product.
+    """Compute the relevance of each pair as a logit: a cosine over the temperature; without one, a product.
 
     A product (EmbedDistill, section 4.2) grows with the length of a document, and the index holds unit
-    vectors: only cosines rank as a student that inherits the documents will search.
+    vectors: only cosines rank in the same way as search by a student that inherits the documents.
     """
     if temperature is None:
         return cross_encoder.scores(queries, documents)
@@ -148,15 +153,20 @@ def relevance(
 def _teacher_loss(logits: Tensor, batch: PairBatch) -> Tensor:
     if batch.scores is None:
         raise TrainingError(
-            "cross_encoder.losses.teacher is set, but the triplets carry no scores: collect them with a "
+            "cross_encoder.losses.teacher is set, but the triplets have no scores: collect them with a "
             "ranking model, or set it to 0"
         )
-    own = batch.scores.shape[1]
-    return teacher_kl(logits[:, :own], batch.scores, present=batch.present[:, :own], weights=batch.weights)
+    scored_columns = batch.scores.shape[1]
+    return teacher_kl(
+        logits[:, :scored_columns],
+        batch.scores,
+        present=batch.present[:, :scored_columns],
+        weights=batch.weights,
+    )
 
 
 class PairEncoder:
-    """A trained cross-encoder that turns pairs into proxies and scores."""
+    """A trained cross-encoder that converts pairs to proxies and scores."""
 
     views = ("summary",)
 
@@ -169,7 +179,7 @@ class PairEncoder:
         device: torch.device | None = None,
         temperature: float | None = None,
     ) -> None:
-        """`temperature` of the cosines that are its scores; None: they are products."""
+        """Prepare `model` for inference. Scores are cosines over `temperature`, or products if it is None."""
         device = device or default_device()
         self._device, self._budget, self._temperature = device, token_budget, temperature
         self.model = model.eval()
@@ -186,9 +196,9 @@ class PairEncoder:
 
     @classmethod
     def load(cls, folder: Path, **options: Any) -> "PairEncoder":
-        """The encoder of a folder that :meth:`CrossEncoder.save` wrote; with options of the constructor.
+        """Load the encoder from a folder of :meth:`CrossEncoder.save`, with options of the constructor.
 
-        Weights are read in the format they are computed in.
+        Weights are read in the format of the computation.
         """
         dtype = compute_dtype(options.get("precision", "auto"), options.get("device") or default_device())
         return cls(CrossEncoder.load(folder, dtype=dtype), **options)
@@ -196,22 +206,22 @@ class PairEncoder:
     def queries(
         self, queries: Sequence[TokenRow], documents: Sequence[TokenRow | None]
     ) -> Float[ndarray, "queries dim"]:
-        """Each query's proxy, read beside a document or beside none."""
+        """Compute each query's proxy, read with a document or without one."""
         rows = [pair(q, d or self.no_document) for q, d in zip(queries, documents, strict=True)]
         return self._proxies(rows)[0]
 
     def documents(self, documents: Sequence[TokenRow]) -> Float[ndarray, "docs dim"]:
-        """Each document's proxy beside an empty query: its embedding for any query (section 5.3)."""
+        """Compute each document's proxy with an empty query: its embedding for any query (section 5.3)."""
         return self._proxies([pair(self.no_query, document) for document in documents])[1]
 
     def encode_with_cost(self, documents: Sequence[TokenRow], *, top_k: int = 0) -> RowEncoding:
-        """Each document's proxy as its only view, with the interface of :class:`Encoder`; no terms."""
+        """Compute each document's proxy as its only view, without terms; interface of :class:`Encoder`."""
         return RowEncoding(self.documents(documents)[:, None], None, self.cost)
 
     def scores(self, queries: Sequence[TokenRow], documents: Sequence[TokenRow]) -> Float[ndarray, " pairs"]:
-        """The relevance of each pair, a logit."""
-        found = self._proxies([pair(q, d) for q, d in zip(queries, documents, strict=True)])
-        of_queries, of_documents = map(torch.from_numpy, found)
+        """Compute the relevance of each pair, a logit."""
+        proxies = self._proxies([pair(q, d) for q, d in zip(queries, documents, strict=True)])
+        of_queries, of_documents = map(torch.from_numpy, proxies)
         logits: ndarray = relevance(of_queries, of_documents, self._temperature).numpy()
         return logits
 
@@ -232,5 +242,5 @@ class PairEncoder:
         return out[0], out[1]
 
     def peak(self) -> float:
-        """FLOP/s of large matrix products on this device, in this precision."""
+        """Measure the FLOP/s of large matrix products on this device, in this precision."""
         return matmul_peak(self._device, next(self.model.backbone.parameters()).dtype)

@@ -1,11 +1,12 @@
-"""How closely a student reproduces its teacher: while it trains, and when it is finished.
+"""How closely a student reproduces its teacher: in training, and when it is finished.
 
     validator   held-out queries ─► student ─► cosine to, and squared distance from, the teacher's embeddings
     compare     held-out texts ─► student, teacher ─► cosine, and the overlap of the documents that they find
 
 No relevance judgement is needed: a student that finds the teacher's documents in the teacher's order has lost
 nothing. ScalingNote reports the held-out distillation loss of its students (Table 6). The cosine does not
-depend on the length of embeddings, so it compares students of all losses; it chooses the best checkpoint.
+depend on the length of embeddings, so it is comparable between students of all losses; it chooses the best
+checkpoint.
 """
 
 import statistics
@@ -35,11 +36,12 @@ from scalingnote.train.distillation.prepare import VALIDATION
 from scalingnote.train.engine import Engine, broadcast_numbers
 from scalingnote.train.validation import encode_rows
 
-MAX_AGREEMENT_QUERIES = 1000  # held-out texts that are compared
-MAX_DOCUMENTS = 1000  # of the corpus that are encoded to be searched: half a minute with a small teacher
+MAX_AGREEMENT_QUERIES = 1000  # number of held-out texts that are compared
+MAX_DOCUMENTS = 1000  # number of documents that are searched: half a minute to encode with a small teacher
 TIMED_TEXTS, WARM_UP_TEXTS = 64, 3
-# A line from the overlap@10 of tables to the share of the teacher's nDCG@10 that they keep, its largest error
-# on a collection that it leaves out, and where it was measured: benchmarks/front_door.py (a test compares).
+# A linear fit from the overlap@10 of tables to the share of the teacher's nDCG@10 that they keep, its largest
+# error on a collection that the fit leaves out, and the range of measurements, from benchmarks/front_door.py
+# (a test compares).
 KEPT_START, KEPT_PER_OVERLAP, KEPT_ERROR = 0.281, 1.01, 0.08
 MEASURED_OVERLAPS, MEASURED_COLLECTIONS = (0.575, 0.728), 6
 MEASURED_STUDENTS = ("static", "table")
@@ -49,7 +51,7 @@ log = get_logger("distill")
 def validator(
     store: Store, engine: Engine, config: DistillConfig, *, pad: int
 ) -> Callable[[], dict[str, float]] | None:
-    """A function that measures the student as it is when called; None without held-out queries.
+    """Build a function that measures the student when it is called; None without held-out queries.
 
     Every rank must call it at the same step. `pad` is the student's pad token.
     """
@@ -60,8 +62,8 @@ def validator(
         log.info("no query has the validation split: nothing is measured in training")
         return None
     size = min(config.validation.queries, len(rows))
-    drawn = permute(np.arange(size), size=len(rows), key=(config.seed % 2**64, 0))
-    queries, teacher = rows.tokens(drawn), rows.values("teacher", drawn)
+    sample = permute(np.arange(size), size=len(rows), key=(config.seed % 2**64, 0))
+    queries, teacher = rows.tokens(sample), rows.values("teacher", sample)
 
     def validate() -> dict[str, float]:
         embeddings = encode_rows("query", queries, engine=engine, pad=pad)
@@ -73,7 +75,7 @@ def validator(
 def measure_embeddings(
     student: Float[ndarray, "queries dim"], teacher: Float[ndarray, "queries dim"]
 ) -> dict[str, float]:
-    """Mean cosine to the teacher's embeddings, squared distance from them, and `qkd` of both (Eq. 15)."""
+    """Compute mean cosine to the teacher's embeddings, squared distance, and `qkd` of both (Eq. 15)."""
     cosine = (arrow.l2_normalize(student) * arrow.l2_normalize(teacher)).sum(axis=1)
     distance = ((student - teacher) ** 2).sum(axis=1)
     means = {
@@ -95,17 +97,17 @@ class Agreement:
     cosine: float | None
     """Mean cosine of both embeddings of a text; None without held-out texts."""
     top10: float | None
-    """Share of the teacher's ten best documents among the student's ten best; None if there are no more."""
+    """Share of the teacher's ten best documents among the student's; None if at most ten are searched."""
     top100: float | None
     student_queries_per_s: float
-    """One query at a time, by the median time, on this machine under its present load."""
+    """One query at a time, from the median time, on this machine under its current load."""
     student_bytes: int
     teacher_queries_per_s: float | None = None
-    """None of a teacher of which vectors alone are known, as is its size."""
+    """None if only the vectors of the teacher are known; this also applies to its size."""
     teacher_bytes: int | None = None
 
     def measures(self) -> dict[str, float]:
-        """What was measured of the agreement, by name."""
+        """Return the measured values of the agreement, by name."""
         values = {"cosine": self.cosine, "overlap@10": self.top10, "overlap@100": self.top100}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -119,8 +121,8 @@ def compare(
 ) -> Agreement:
     """Compare a finished student with its teacher, on samples of the held-out texts and of the documents.
 
-    The documents' `embeddings` are read if the teacher made some, else the `dual_encoder` encodes a sample of
-    the `dataset`. Of a teacher without both the texts that the student learnt from are searched.
+    The documents' `embeddings` are read if the teacher computed them, else the `dual_encoder` encodes a
+    sample of the `dataset`. If neither is available, the training texts of the student are searched.
     """
     texts, teacher = _held_out(query_embeddings)
     tower = QueryEncoder(student.directory("query"))
@@ -162,13 +164,13 @@ def neighbour_overlap(
     *,
     k: int,
 ) -> float:
-    """Mean share of the teacher's `k` nearest neighbours among `searched` that are the student's as well."""
+    """Compute the mean share of the teacher's `k` nearest neighbours that are also the student's."""
     (_, ours), (_, theirs) = (topk.search(queries, searched, k=k) for queries in (student, teacher))
     return float((theirs[:, :, None] == ours[:, None, :]).any(axis=2).mean())
 
 
 def comparison_rows(agreement: Agreement) -> list[tuple[str, ...]]:
-    """Rows of a table, each a measure that is known: its name, the student's value, the teacher's."""
+    """Build rows of a table, one per known measure: its name, the student's value, the teacher's."""
     sizes = (agreement.student_bytes, agreement.teacher_bytes)
     megabytes = ["" if size is None else f"{size / 1e6:,.1f} MB" for size in sizes]
     both = (agreement.student_queries_per_s, agreement.teacher_queries_per_s)
@@ -184,28 +186,28 @@ def comparison_rows(agreement: Agreement) -> list[tuple[str, ...]]:
 
 
 def expected_kept(agreement: Agreement, student: str) -> str:
-    """What a student with this agreement is expected to keep of its teacher's nDCG@10, or why none can tell.
+    """State which share of its teacher's nDCG@10 a student is expected to keep, or why this is unknown.
 
     `student` is a recipe, or a model.
     """
     low, high = MEASURED_OVERLAPS
-    unknown = "what it keeps of the teacher's nDCG@10 cannot be told"
+    unknown = "its share of the teacher's nDCG@10 is unknown"
     if student not in MEASURED_STUDENTS:
         return f"{unknown}: it was measured for tables only"
     if agreement.teacher_bytes is None:
-        return f"{unknown}: the teacher's documents are not at hand, and texts were searched in their place"
+        return f"{unknown}: the teacher's documents are not available, and texts were searched instead"
     if agreement.top10 is None or agreement.documents < MAX_DOCUMENTS:
         return f"{unknown}: fewer than {MAX_DOCUMENTS:,} documents, or no held-out text"
     if round(agreement.top10, 2) < low:
         return f"{unknown}: every table that was measured finds {low:.0%} of the teacher's top 10, or more"
-    kept = KEPT_START + KEPT_PER_OVERLAP * min(agreement.top10, high)
-    least, most = (f"{min(share, 1):.0%}" for share in (kept - KEPT_ERROR, kept + KEPT_ERROR))
-    shown = f"by {MEASURED_COLLECTIONS} public collections"
-    return f"expected to keep {least} to {most} of the teacher's nDCG@10, {shown}"
+    kept_share = KEPT_START + KEPT_PER_OVERLAP * min(agreement.top10, high)
+    least, most = (f"{min(share, 1):.0%}" for share in (kept_share - KEPT_ERROR, kept_share + KEPT_ERROR))
+    source = f"by {MEASURED_COLLECTIONS} public collections"
+    return f"expected to keep {least} to {most} of the teacher's nDCG@10, {source}"
 
 
 def _held_out(query_embeddings: Artifact) -> tuple[list[str], Float[ndarray, "queries dim"]]:
-    """At most MAX_AGREEMENT_QUERIES held-out texts, from all parts alike, and their teacher embeddings."""
+    """Sample at most MAX_AGREEMENT_QUERIES held-out texts, evenly from all parts, with teacher embeddings."""
     held_out = _rows_of_split(query_embeddings, "validation")
     rows = held_out[_places(len(held_out), MAX_AGREEMENT_QUERIES)]
     table = _rows_at(query_embeddings, "embeddings", rows, ["query", "embedding"])
@@ -225,18 +227,18 @@ def _searched_embeddings(
     dual_encoder: Artifact | None,
     embeddings: Artifact | None,
 ) -> Float[ndarray, "docs dim"]:
-    """Embeddings, as search compares them, of at most MAX_DOCUMENTS documents at equal distances."""
+    """Return embeddings, normalised as in search, of at most MAX_DOCUMENTS evenly spaced documents."""
     from scalingnote.encode.encoder import Encoder
 
     similarity = "cosine" if dual_encoder is None else tower_similarity(dual_encoder)
-    made_by = {} if embeddings is None else embeddings.manifest.parents.get("dual_encoder", {})
-    if embeddings is not None and made_by.get("digest") == (dual_encoder and dual_encoder.digest):
+    teacher_record = {} if embeddings is None else embeddings.manifest.parents.get("dual_encoder", {})
+    if embeddings is not None and teacher_record.get("digest") == (dual_encoder and dual_encoder.digest):
         rows = _places(embeddings.counts["documents"], MAX_DOCUMENTS)
-        found = arrow.to_numpy(_rows_at(embeddings, "embeddings", rows, [INDEXED_VIEW])[INDEXED_VIEW])
-        return arrow.as_searched(found.astype(np.float32), similarity)
+        vectors = arrow.to_numpy(_rows_at(embeddings, "embeddings", rows, [INDEXED_VIEW])[INDEXED_VIEW])
+        return arrow.as_searched(vectors.astype(np.float32), similarity)
     if dual_encoder is None or dataset is None:
-        learnt = _rows_of_split(query_embeddings, "train")
-        rows = learnt[_places(len(learnt), MAX_DOCUMENTS)]
+        training_rows = _rows_of_split(query_embeddings, "train")
+        rows = training_rows[_places(len(training_rows), MAX_DOCUMENTS)]
         texts = _rows_at(query_embeddings, "embeddings", rows, ["embedding"])
         return arrow.l2_normalize(arrow.to_numpy(texts["embedding"]))
     rows = _places(dataset.counts["documents"], MAX_DOCUMENTS)
@@ -249,24 +251,24 @@ def _searched_embeddings(
 
 
 def _places(total: int, most: int) -> Int[ndarray, " places"]:
-    """At most `most` of `total` row numbers, at equal distances."""
+    """Return at most `most` of `total` row numbers, evenly spaced."""
     return np.arange(min(total, most)) * total // max(min(total, most), 1)
 
 
 def _rows_at(artifact: Artifact, table: str, rows: Int[ndarray, " rows"], columns: list[str]) -> pa.Table:
-    """Rows of a table by their ascending numbers; parts without any are not read."""
+    """Read rows of a table by their ascending numbers; parts without any are not read."""
     firsts = artifact.first_rows(table)
     by_part = np.split(rows, np.searchsorted(rows, [*firsts.values()][1:]))
-    taken = [
+    tables = [
         artifact.table(part, columns).take(pa.array(inside - first))
         for (part, first), inside in zip(firsts.items(), by_part, strict=True)
         if len(inside)
     ]
-    return pa.concat_tables(taken or [artifact.table(next(iter(firsts)), columns).slice(0, 0)])
+    return pa.concat_tables(tables or [artifact.table(next(iter(firsts)), columns).slice(0, 0)])
 
 
 def median_ms(function: Callable[[str], object], texts: Sequence[str]) -> float:
-    """Milliseconds of a call, one text at a time."""
+    """Measure the median milliseconds of a call, one text at a time."""
     for text in texts[:WARM_UP_TEXTS]:
         function(text)
     times = []

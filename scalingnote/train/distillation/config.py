@@ -1,7 +1,7 @@
 """Settings of stage II: a cheap query tower learns from a teacher's stored embeddings, and from labels.
 
-The defaults are ScalingNote's query-based knowledge distillation (QKD, Eq. 13-15 and appendix A): queries
-only. The other losses are EmbedDistill's (section 4, appendix A); they read triplets and documents too.
+The defaults are ScalingNote's query-based knowledge distillation (QKD, Eq. 13-15 and appendix A): only
+queries. The other losses are EmbedDistill's (section 4, appendix A); they read triplets and documents too.
 """
 
 from typing import Literal
@@ -16,8 +16,9 @@ from scalingnote.train.config import Optimizer, Schedule, ValidationSchedule
 class DistillLosses(Config):
     """Weights of the losses; 0 leaves one out, and the data that only it needs is not read.
 
-    EmbedDistill's compare as the teacher does: by cosine over `temperature`, and vectors of length 1; or, of
-    a teacher by dot product, as in the paper, by the inner product of embeddings as they are.
+    EmbedDistill's losses compare in the same way as the teacher. With a teacher by cosine: cosines divided by
+    `temperature`, and vectors of length 1. With a teacher by dot product, as in the paper: the inner product
+    of unchanged embeddings.
     """
 
     qkd: float = Field(1.0, ge=0, description="||q - q'||^2 - cos(q, q') (ScalingNote, Eq. 15; lambda is 1)")
@@ -38,7 +39,10 @@ class DistillLosses(Config):
         "binary cross entropy of each candidate (Eq. 12), mse: squared difference of scores (Eq. 13)",
     )
     temperature: float = Field(
-        0.05, gt=0, lt=1, description="of the cosines of one_hot and scores; inner products have none"
+        0.05,
+        gt=0,
+        lt=1,
+        description="temperature of the cosines of one_hot and scores; inner products have none",
     )
 
     @property
@@ -54,20 +58,20 @@ class DistillLosses(Config):
 
 
 class StudentValidation(ValidationSchedule):
-    """Measuring a student on held-out queries while it trains; the best weights are kept."""
+    """Measurement of a student on held-out queries in training; the best weights are kept."""
 
     metric = "cosine"
     every: int = Field(100, ge=1, description="steps between measurements")
-    queries: int = Field(4096, ge=1, description="validation queries drawn, seeded")
+    queries: int = Field(4096, ge=1, description="number of validation queries, drawn by the seed")
 
     @property
     def keeps_best(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
 
 class DistillConfig(Schedule):
-    """A student query tower learns the teacher's query embeddings."""
+    """Stage II: training of a student query tower on the teacher's query embeddings."""
 
     student: StudentConfig = TowerConfig(backbone=Scratch(architecture="bert"), max_length=32)
     document: TowerConfig | None = Field(
@@ -75,22 +79,23 @@ class DistillConfig(Schedule):
     )
     teacher_layers: tuple[int, ...] | Literal["even"] | None = Field(
         None,
-        description="layers of the teacher that a student from scratch starts with, from 0, or from the end, "
-        "as -1; even: `backbone.layers` of them at equal distances, the last included. The teacher's kind "
-        "and sizes then hold, and all its tokens and its projection are copied. null: random weights",
+        description="layers of the teacher that a student from scratch starts with, from 0, or from the "
+        "end, for example -1; even: `backbone.layers` of them, evenly spaced, including the last. The "
+        "teacher's kind and sizes are then used, and all its tokens and its projection are copied. null: "
+        "random weights",
     )
     tokenizer: str = Field(
         "teacher",
-        description="of a student from scratch; teacher: its tokenizer and its token embeddings; own: one of "
-        "`vocabulary` tokens, learnt from the training queries; else a tokenizer.json, or a folder or hub id "
-        "with one",
+        description="tokenizer of a student from scratch; teacher: the teacher's tokenizer and token "
+        "embeddings; own: one of `vocabulary` tokens, learnt from the training queries; else a "
+        "tokenizer.json, or a folder or hub id with one",
     )
     new_vocabulary: int = Field(
         0,
         ge=0,
-        description="frequent words of the queries that become tokens of their own, at most so many; in a "
-        "lookup table also pairs of adjacent words, each added to its pieces. The paper's student has 84,522 "
-        "tokens in all",
+        description="upper limit of the number of frequent words of the queries that become separate "
+        "tokens; in a lookup table also pairs of adjacent words, each added to its pieces. The paper's "
+        "student has 84,522 tokens in total",
     )
     losses: DistillLosses = DistillLosses()
     optimizer: Optimizer = Optimizer(peak_lr=1e-3)
@@ -100,7 +105,7 @@ class DistillConfig(Schedule):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Kinds of artifacts that are read beside the teacher's query embeddings."""
+        """Kinds of artifacts that are read in addition to the teacher's query embeddings."""
         if not self.losses.reads_documents:
             return ()
         return ("triplets", "embeddings") if self.document is None else ("triplets", "embeddings", "dataset")
@@ -108,8 +113,10 @@ class DistillConfig(Schedule):
     @property
     def inherits(self) -> bool:
         """Whether the student starts with the teacher's tokenizer and its weights of each token."""
-        own = isinstance(self.student, TowerConfig) and isinstance(self.student.backbone, Pretrained)
-        return self.tokenizer == "teacher" and self.teacher_layers is None and not own
+        is_pretrained = isinstance(self.student, TowerConfig) and isinstance(
+            self.student.backbone, Pretrained
+        )
+        return self.tokenizer == "teacher" and self.teacher_layers is None and not is_pretrained
 
     @property
     def reads_tokens(self) -> bool:
@@ -128,22 +135,22 @@ class DistillConfig(Schedule):
         if self.teacher_layers is not None and isinstance(self.student, LookupConfig):
             raise ValueError("a lookup student has no layers: leave distill.teacher_layers out")
         if self.teacher_layers is not None and isinstance(self.student.backbone, Pretrained):  # type: ignore[union-attr]
-            raise ValueError("a pretrained student brings its own weights: leave distill.teacher_layers out")
+            raise ValueError("a pretrained student has its own weights: leave distill.teacher_layers out")
         published = isinstance(self.student, TowerConfig) and self.student.pooling != "placeholders"
         if published and self.new_vocabulary:
-            raise ValueError("a published student reads by its own tokenizer: leave new_vocabulary out")
+            raise ValueError("a published student uses its own tokenizer: leave new_vocabulary out")
         table = self.student if isinstance(self.student, LookupConfig) else None
         if table is not None and self.new_vocabulary and (table.bigrams or table.ends or table.attention):
             raise ValueError(
-                "new words are for tables of tokens alone: set new_vocabulary to 0, or leave the student's "
+                "new words are only for tables of tokens: set new_vocabulary to 0, or leave the student's "
                 "bigrams, ends and attention out"
             )
         return self
 
 
 class ScreenConfig(Config):
-    """`scalingnote screen`: a closed-form table of each teacher, to compare them before one is distilled."""
+    """`scalingnote screen`: a closed-form table of each teacher, to compare teachers before distillation."""
 
     count: int = Field(
-        5000, ge=500, le=50_000, description="pseudo-queries drawn, before equal ones are merged"
+        5000, ge=500, le=50_000, description="number of pseudo-queries drawn, before equal ones are merged"
     )

@@ -31,7 +31,7 @@ from scalingnote.train.distillation.prepare import LESSONS, CandidateSources
 from scalingnote.train.job import RankTraining, TrainingRun, launch
 
 log = get_logger("distill")
-MAX_CENTRING_TEXTS = 4096  # whose mean embedding stands for that of all
+MAX_CENTRING_TEXTS = 4096  # sample for the mean embedding of all texts
 
 
 def run(
@@ -43,20 +43,20 @@ def run(
     dataset: str | None = None,
     output: str,
 ) -> Artifact:
-    """Train the student; killed at any moment, the next call resumes from the newest checkpoint.
+    """Train the student. After a kill at any moment, the next call resumes from the newest checkpoint.
 
     Args:
         config: student, losses and schedule.
         query_embeddings: URI of the teacher's embeddings of queries.
-        triplets: URI, for losses over documents; as are the next two. An artifact that is not read is no
-            parent.
+        triplets: URI, for losses over documents, the same as the next two. An artifact that is not read is
+            not a parent.
         embeddings: URI of the teacher's embeddings of documents.
         dataset: URI, for a student for documents.
         output: URI of the student.
 
     Raises:
-        ConfigError: the losses, or a student for documents, read an artifact that is missing; or a lookup
-            student the embeddings of single tokens, which `query_embeddings` was made without.
+        ConfigError: the losses, or a student for documents, need an artifact that is missing; or a lookup
+            student needs the embeddings of single tokens, which `query_embeddings` does not have.
     """
     uris = {"triplets": triplets, "embeddings": embeddings, "dataset": dataset}
     if missing := [kind for kind in config.reads if uris[kind] is None]:
@@ -79,7 +79,7 @@ def run(
     )
     rows, steps = sum(sizes.values()), Order(config, sizes).steps
     log.info("%s rows, %d steps", f"{rows:,}", steps)
-    made = launch(
+    steps_run = launch(
         partial(
             _prepare_rank,
             config=config,
@@ -90,8 +90,8 @@ def run(
         ),
         TrainingRun(config, "distill", output, steps),
     )
-    learnt = sizes if config.losses.reads_documents else {"queries": rows}
-    return draft.commit(counts={**learnt, "steps": made})
+    counts = sizes if config.losses.reads_documents else {"queries": rows}
+    return draft.commit(counts={**counts, "steps": steps_run})
 
 
 def _prepare_rank(
@@ -104,12 +104,12 @@ def _prepare_rank(
     start: str,
     document_tokenizer: str | None,
 ) -> RankTraining:
-    store, read = Store.open(rows), student.read_start(start)
+    store, student_start = Store.open(rows), student.read_start(start)
     dim = store.facts["dim"]
 
     def build_stage() -> StageTwo:
         document = _document_student(config, document_tokenizer, dim=dim, teacher=teacher)
-        tower = student.build_student(config, read, teacher=teacher, dim=dim)
+        tower = student.build_student(config, student_start, teacher=teacher, dim=dim)
         return StageTwo(tower, config.losses, document, similarity=similarity_of(teacher))
 
     stage = build_stage()
@@ -134,24 +134,24 @@ def _prepare_rank(
 def _save(stage: StageTwo, folder: Path, *, config: DistillConfig, store: Store) -> None:
     share = config.student.centring if isinstance(config.student, LookupConfig) else 0.0
     if share and (total := len(store[LESSONS])):
-        drawn = permute(np.arange(min(total, MAX_CENTRING_TEXTS)), size=total, key=(config.seed % 2**64, 0))
+        sample = permute(np.arange(min(total, MAX_CENTRING_TEXTS)), size=total, key=(config.seed % 2**64, 0))
         assert isinstance(stage.student, LookupTower)
-        stage.student.centre(store[LESSONS].tokens(drawn), share=share)
+        stage.student.centre(store[LESSONS].tokens(sample), share=share)
     stage.student.save(folder / "query")
     if stage.document is not None:
         stage.document.save(folder / "document")
 
 
 def similarity_of(artifact: Artifact) -> Similarity:
-    """How queries and documents are compared, as their artifact says: `query_embeddings` or `embeddings`."""
+    """Read how queries and documents are compared from their artifact, `query_embeddings` or `embeddings`."""
     return "dot" if artifact.manifest.info.get("similarity") == "dot" else "cosine"
 
 
 def _require_fitting_teacher(config: DistillConfig, teacher: Artifact, embeddings: Artifact | None) -> None:
-    """ConfigError if the student cannot start from what `teacher` holds, or compare as it does."""
+    """Raise ConfigError if the student cannot start from, or compare in the same way as, `teacher`."""
     if config.reads_tokens and student.token_file("alone") not in teacher.manifest.parts:
         raise ConfigError(
-            f"{teacher.uri} holds no embeddings of single tokens, which a lookup student starts from: "
+            f"{teacher.uri} has no embeddings of single tokens, which a lookup student starts from: "
             "encode the queries with teacher.tokens=true, or set distill.tokenizer=own"
         )
     if embeddings is not None and similarity_of(embeddings) != similarity_of(teacher):
@@ -175,7 +175,7 @@ def _require_fitting_teacher(config: DistillConfig, teacher: Artifact, embedding
 def _sources(
     config: DistillConfig, parents: Mapping[str, Artifact], tokenizer: str | None
 ) -> CandidateSources | None:
-    """The artifacts that candidates come from, where a loss reads any."""
+    """Return the artifacts that candidates come from, None if no loss reads any."""
     if not config.losses.reads_documents:
         return None
     if config.document is None:
@@ -191,28 +191,27 @@ def _sources(
 
 
 def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) -> str | None:
-    """Tokenizer JSON of a student for documents that starts from scratch."""
+    """Return the tokenizer JSON of a student for documents that starts from scratch."""
     if config.document is None or not isinstance(config.document.backbone, Scratch):
         return None
     if config.tokenizer == "teacher":
         return student.teacher_tokenizer(parents["query_embeddings"])
     triplets, dataset = parents["triplets"], parents["dataset"]
-    named, _ = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
-    learnt = tokens.train_tokenizers(
-        {"document": config.document}, texts=lambda: tokens.tokenizer_texts(triplets, dataset, named)
+    doc_hashes, _ = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
+    tokenizers = tokens.train_tokenizers(
+        {"document": config.document}, texts=lambda: tokens.tokenizer_texts(triplets, dataset, doc_hashes)
     )
-    return learnt["document"]
+    return tokenizers["document"]
 
 
 def _document_student(
     config: DistillConfig, tokenizer: str | None, *, dim: int, teacher: Artifact
 ) -> Tower | None:
-    """The student for documents, if there is one."""
     if config.document is None:
         return None
-    made = build_tower(config.document, role="document", dim=dim, tokenizer_json=tokenizer, seed=config.seed)
+    tower = build_tower(config.document, role="document", dim=dim, tokenizer_json=tokenizer, seed=config.seed)
     if similarity_of(teacher) == "dot":
-        made.native = replace(made.native, similarity="dot")  # type: ignore[type-var]
+        tower.native = replace(tower.native, similarity="dot")  # type: ignore[type-var]
     if config.tokenizer == "teacher" and isinstance(config.document.backbone, Scratch):
-        student.inherit_token_embeddings(made.token_embeddings, student.token_weights(teacher, "tokens"))
-    return made
+        student.inherit_token_embeddings(tower.token_embeddings, student.token_weights(teacher, "tokens"))
+    return tower

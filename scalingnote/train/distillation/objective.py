@@ -4,12 +4,11 @@
     documents   ||d - d'|| of a student that reads them, too (Eq. 8)
     candidates  the softmax of labels (Eq. 9) · the teacher's scores (Eq. 11-13)
 
-Candidates are the documents of all ranks, positives and negatives; the student's are its own embeddings, or
-those it inherits from the teacher, which learn nothing. A score is a cosine over the temperature or, where
-the teacher compares by dot, an inner product, as search has it; a cross-encoder's scores are logits already,
-and known for a query's own documents only.
-Where a loss reads candidates, a row of a batch is a triplet, or a query without documents, and names its
-query by number.
+Candidates are the documents of all ranks, positives and negatives. The student's embeddings of them are its
+own, or the teacher's, which it inherits and which are not trained. A score is a cosine over the temperature
+or, if the teacher compares by dot, an inner product, the same as in search. Scores of a cross-encoder are
+logits already, and known only for a query's own documents. If a loss reads candidates, a row of a batch is a
+triplet, or a query without documents, and names its query by number.
 """
 
 from dataclasses import dataclass
@@ -45,13 +44,13 @@ from scalingnote.train.objective import TensorRecord, pad_lists
 
 @dataclass(frozen=True)
 class LessonCandidates(TensorRecord):
-    """Documents that one rank's queries are scored against: of each its positive, then its negatives.
+    """Documents that one rank's queries are scored against: for each query its positive, then its negatives.
 
-    A query without documents has `weights` 0. Where a place holds no document, `document_ids` is ABSENT and
+    A query without documents has `weights` 0. If a place holds no document, `document_ids` is ABSENT and
     `index` is meaningless.
     """
 
-    embeddings: Float[Tensor, "docs dim"]  # the teacher's, each document once
+    embeddings: Float[Tensor, "docs dim"]  # of the teacher, each document once
     index: Int[Tensor, "queries group"]  # rows of `embeddings`
     weights: Float[Tensor, " queries"]  # of each row in the losses over candidates
     query_ids: Int[Tensor, " queries"]
@@ -62,7 +61,7 @@ class LessonCandidates(TensorRecord):
 
     @property
     def present(self) -> Bool[Tensor, "queries group"]:
-        """Which places hold a document."""
+        """Mask of the places that hold a document."""
         return self.document_ids != ABSENT
 
 
@@ -87,7 +86,7 @@ class StageTwo(Objective):
         *,
         similarity: Similarity = "cosine",
     ) -> None:
-        """`document` is a student for documents, `similarity` the teacher's."""
+        """Combine towers and losses. `document` is a student for documents, `similarity` the teacher's."""
         super().__init__()
         self.student: Tower | LookupTower = student
         self._similarity: Similarity = similarity
@@ -95,7 +94,7 @@ class StageTwo(Objective):
         self._view = None if document is None else document.views.index(INDEXED_VIEW)
 
     def losses(self, batch: Lesson, encode: Encode) -> WeightedLosses:
-        """This rank's losses times their weights, and their parts; means of both over ranks are global."""
+        """Compute the weighted losses of this rank, and their parts; means of both over ranks are global."""
         queries, documents = encode("query", batch.queries)["query"][:, 0], None
         if self.document is not None:
             assert batch.candidates is not None
@@ -111,11 +110,11 @@ class StageTwo(Objective):
         return weighted, parts
 
     def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
-        """A student's embeddings of some rows, in float32, by the name of the student."""
+        """Encode rows by the student `name`, in float32."""
         return {name: self.embeddings(name, rows)}
 
     def embeddings(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
-        """A student's embeddings of some rows, in float32; of a document the view that is searched."""
+        """Encode rows by a student, in float32; for a document only the view that is searched."""
         if name == "query":
             return self.student(rows).float()  # type: ignore[no-any-return]
         assert self.document is not None
@@ -125,7 +124,7 @@ class StageTwo(Objective):
 def query_losses(
     queries: Embeddings, lesson: Lesson, losses: DistillLosses, similarity: Similarity
 ) -> dict[str, Tensor]:
-    """The losses over queries alone that have a weight, by name."""
+    """Compute the losses that read only queries and have a weight, by name."""
     weights = lesson.weights
     parts = {}
     if losses.qkd:
@@ -145,39 +144,42 @@ def candidate_losses(
     losses: DistillLosses,
     similarity: Similarity,
 ) -> dict[str, Tensor]:
-    """The losses over candidates that have a weight, by name; without `documents`, the teacher's are used."""
+    """Compute the losses over candidates that have a weight, by name.
+
+    If `documents` is None, the teacher's embeddings are used.
+    """
     if lesson.candidates is None:
         raise TrainingError(
-            "losses over documents have a weight, but the lessons hold no documents: prepare them"
+            "losses over documents have a weight, but the lessons have no documents: prepare them"
         )
     candidates = lesson.candidates
     inherited = _as_compared(candidates.embeddings, similarity)
-    own = inherited if documents is None else _as_compared(documents, similarity)
+    student_documents = inherited if documents is None else _as_compared(documents, similarity)
     temperature = losses.temperature if similarity == "cosine" else 1.0
     rows = {"weights": candidates.weights}
     parts = {}
     if losses.document_matching:
-        parts["document_matching"] = _document_matching(inherited, own, candidates, **rows)
+        parts["document_matching"] = _document_matching(inherited, student_documents, candidates, **rows)
     if losses.one_hot or (losses.scores and candidates.scores is None):
-        real, answers = _pool_masks(candidates)
+        is_document, answers = _pool_masks(candidates)
     scaled = _as_compared(queries, similarity) / temperature
     if losses.one_hot:
         parts["one_hot"] = info_nce(
             scaled,
-            _gather(own, candidates),
+            _gather(student_documents, candidates),
             positives=torch.arange(len(queries), device=queries.device) + rank() * len(queries),
             temperature=1.0,
-            ignore=answers | ~real,
+            ignore=answers | ~is_document,
             **rows,
         )
     if losses.scores:
         if candidates.scores is None:
             teacher_queries = _as_compared(lesson.teacher, similarity) / temperature
-            student = scaled @ _gather(own, candidates).T
+            student = scaled @ _gather(student_documents, candidates).T
             teacher = teacher_queries @ _gather(inherited, candidates).T
-            scored = real.expand_as(teacher)
+            scored = is_document.expand_as(teacher)
         else:
-            student = torch.einsum("qd,qgd->qg", scaled, own[candidates.index])
+            student = torch.einsum("qd,qgd->qg", scaled, student_documents[candidates.index])
             teacher = candidates.scores
             scored = teacher.isfinite() & candidates.present
         parts["scores"] = SCORE_LOSSES[losses.scores_kind](student, teacher, scored=scored, **rows)
@@ -185,9 +187,9 @@ def candidate_losses(
 
 
 def _pool_masks(candidates: LessonCandidates) -> tuple[Bool[Tensor, " pool"], Bool[Tensor, "queries pool"]]:
-    """Of the candidates of all ranks: those that are documents, and those known to answer each query.
+    """Mask the candidates of all ranks that are documents, and those known to answer each query.
 
-    They are the positives of all queries, then all first negatives, and so on.
+    Candidates are the positives of all queries, then all first negatives, and so on.
     """
     ids, query_ids = candidates.document_ids, candidates.query_ids
     gathered = gather(torch.cat([query_ids[:, None], ids], dim=1))  # one exchange for all ids
@@ -199,7 +201,7 @@ def _pool_masks(candidates: LessonCandidates) -> tuple[Bool[Tensor, " pool"], Bo
 
 
 def _gather(documents: Float[Tensor, "docs dim"], candidates: LessonCandidates) -> Float[Tensor, "pool dim"]:
-    """Embeddings of all ranks' candidates, with gradients."""
+    """Gather the embeddings of all ranks' candidates, with gradients."""
     return gather(documents[candidates.index]).transpose(0, 1).flatten(0, 1)
 
 
@@ -210,15 +212,15 @@ def _document_matching(
     *,
     weights: Float[Tensor, " queries"],
 ) -> Float[Tensor, ""]:
-    """The mean over each row's documents, and over rows."""
+    """Compute the mean over each row's documents, and over rows."""
     index, present = candidates.index, candidates.present
     share = index.shape[1] / present.sum(1, keepdim=True).clamp(min=1)
-    each = (weights[:, None] * share * present).flatten()
-    return embedding_matching(teacher[index.flatten()], student[index.flatten()], weights=each)
+    factors = (weights[:, None] * share * present).flatten()
+    return embedding_matching(teacher[index.flatten()], student[index.flatten()], weights=factors)
 
 
 def _as_compared(vectors: Float[Tensor, "rows dim"], similarity: Similarity) -> Float[Tensor, "rows dim"]:
-    """Vectors whose products are what a teacher compares by: of length 1, or for dot as they are."""
+    """Scale vectors for the teacher's comparison by products: to length 1, or for dot unchanged."""
     return F.normalize(vectors, dim=-1) if similarity == "cosine" else vectors
 
 
@@ -228,13 +230,13 @@ class LessonBatches:
 
     store: Store
     order: Order
-    pad: int  # token of the query student
+    pad: int  # pad token of the query student
     rank: int
     world: int
-    document_pad: int | None = None  # token of a student for documents
+    document_pad: int | None = None  # pad token of a student for documents
 
     def __call__(self, step: int) -> Lesson:
-        """This rank's share of a step."""
+        """Build this rank's share of a step."""
         rows = self.order.batch(step)[self.rank :: self.world]
         lessons, weights, candidates = rows, None, None
         if "rows" in self.store.tables:
@@ -248,19 +250,19 @@ class LessonBatches:
     def _candidates(
         self, chosen: Int64[ndarray, " rows"], weights: Float[Tensor, " rows"]
     ) -> LessonCandidates:
-        rows, stored, facts = self.store["rows"], self.store["documents"], self.store.facts
+        rows, table, facts = self.store["rows"], self.store["documents"], self.store.facts
         documents = rows.values("documents", chosen)
         answered = torch.from_numpy(documents[:, 0] != ABSENT)
-        # Generated queries have no documents. The losses over candidates are means over the triplets alone:
-        # this factor makes them so in expectation, without an exchange between ranks.
+        # Generated queries have no documents, and the losses over candidates are means only over the
+        # triplets: this factor makes them so in expectation, without an exchange between ranks.
         share = sum(facts["sizes"].values()) / facts["sizes"]["triplets"]
-        # Document 0 stands in for all absent ones; it is masked, and encoded once at most.
+        # Document 0 replaces all absent ones; it is masked, and encoded at most once.
         distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)
         texts = None
         if self.document_pad is not None:
-            texts = collate(stored.tokens(distinct), pad=self.document_pad, packed=True)
+            texts = collate(table.tokens(distinct), pad=self.document_pad, packed=True)
         return LessonCandidates(
-            embeddings=torch.from_numpy(stored.values("teacher", distinct).astype(np.float32)),
+            embeddings=torch.from_numpy(table.values("teacher", distinct).astype(np.float32)),
             index=torch.from_numpy(index.reshape(documents.shape)),
             weights=weights * answered * share,
             query_ids=torch.from_numpy(rows.values("query", chosen)),

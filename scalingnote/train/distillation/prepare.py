@@ -1,13 +1,13 @@
 """Prepare stage II: write queries, the teacher's embeddings of them, and their candidates to a store.
 
-    query embeddings  ─► lessons    token rows of queries beside the teacher's embeddings, a file per slice
+    query embeddings  ─► lessons    token rows of queries with the teacher's embeddings, a file per slice
     triplets          ─► names      hashes of the documents that training rows name, and of their queries
-    embeddings        ─► documents  the teacher's embeddings of those, and tokens where a student reads them
+    embeddings        ─► documents  the teacher's embeddings of those, and tokens if a student reads them
     triplets          ─► rows       a query's number, row numbers of its documents, known answers, scores
-    lessons           ─► rows       queries that stand in no triplet (generated ones): they have no documents
+    lessons           ─► rows       queries that occur in no triplet (generated ones): they have no documents
 
-All but the first are needed only by losses over documents. A document is stored once; rows name it by number.
-Work is done in slices, as in stage I: a killed run repeats the slices without a record.
+Only losses over documents need the tables after the first. A document is stored once; rows name it by number.
+Work is done in slices, the same as in stage I: a killed run repeats the slices without a record.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ _QUERY_COLUMNS = ["query_id", "query", "embedding", "split"]
 
 @dataclass(frozen=True)
 class CandidateSources:
-    """The artifacts that candidates come from; the last two where a student reads documents."""
+    """The artifacts that candidates come from; the last two are set if a student reads documents."""
 
     triplets: Artifact
     embeddings: Artifact
@@ -75,17 +75,19 @@ def prepare(
     candidates: CandidateSources | None = None,
     each: TaskRunner = map,
 ) -> dict[str, int]:
-    """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
+    """Write the store of a run into `folder`, or find it there. Must be called once, before any rank starts.
 
-    The folder must belong to this teacher, whose embeddings of queries are read, this student, whose prompt
-    is given, and these candidates, for losses over documents.
+    The folder must belong to this `teacher`, with embeddings of queries, to the student with this `prompt`,
+    and to these `candidates`, for losses over documents.
 
     Returns:
-        Training rows by part, as :class:`Order` takes them.
+        Training rows by part, the input of :class:`Order`.
 
     Raises:
         TrainingError: triplets name documents or queries without an embedding.
-        ConfigError: the document embeddings lack the view that is searched.
+        DataError: a query or document occurs twice, or no triplet for training has a positive with an
+            embedding.
+        ConfigError: the document embeddings do not have the view that is searched.
     """
     if not Store.is_complete(folder):
         run = partial(run_slices, folder=folder, each=each, section="distill")
@@ -94,8 +96,10 @@ def prepare(
         tables = {name: files_of(records, name) for name in (LESSONS, VALIDATION)}
         facts = {"sizes": {LESSONS: total_rows(tables[LESSONS])}, "dim": records[0]["dim"]}
         if candidates is not None:
-            more, counted = _write_candidates(candidates, teacher, tables[LESSONS], run, folder)
-            tables, facts = tables | more, facts | counted
+            candidate_tables, candidate_facts = _write_candidates(
+                candidates, teacher, tables[LESSONS], run, folder
+            )
+            tables, facts = tables | candidate_tables, facts | candidate_facts
         Store.finish(folder, tables, facts)
     facts = Store.facts_of(folder)
     if facts.get("left_out"):
@@ -108,15 +112,15 @@ def _lessons_of_slice(
     item: NumberedSlice, *, teacher: Artifact, prompt: QueryPrompt | LookupPrompt, folder: str
 ) -> JsonRecord:
     table = pa.concat_tables(teacher.table(part, _QUERY_COLUMNS) for part in item[1])
-    written: JsonRecord = {"dim": table.schema.field("embedding").type.list_size}
+    record: JsonRecord = {"dim": table.schema.field("embedding").type.list_size}
     for name, split in ((LESSONS, "train"), (VALIDATION, "validation")):
         rows = lesson_rows(table.filter(pc.equal(table["split"], split)), prompt=prompt)
-        written[name] = write_tables(folder, {file_name(name, item[0]): rows})
-    return written
+        record[name] = write_tables(folder, {file_name(name, item[0]): rows})
+    return record
 
 
 def lesson_rows(queries: pa.Table, *, prompt: QueryPrompt | LookupPrompt) -> pa.Table:
-    """Numbers (``query``), token rows and ``teacher`` embeddings of queries."""
+    """Build rows of queries: numbers (``query``), token rows and ``teacher`` embeddings."""
     columns = token_columns(tokens.prompt_blocks(prompt, queries["query"].to_pylist()), views=1)
     number = pa.array(query_number(queries["query_id"]))
     return one_chunk(
@@ -131,52 +135,52 @@ def _write_candidates(
     run: Callable[[str, Callable[[Any], JsonRecord], Sequence[Any]], list[JsonRecord]],
     folder: str,
 ) -> tuple[dict[str, list[tuple[str, Part]]], dict[str, Any]]:
-    """Tables and facts of a store beside the files of its lessons; `run` runs a named task over slices."""
+    """Write tables and facts in addition to the lessons; `run` runs a named task over slices."""
     with sources.embeddings.open(sources.embeddings.table_parts("embeddings")[0]) as stream:
         if INDEXED_VIEW not in pq.read_schema(stream).names:
             raise ConfigError(
-                f"{sources.embeddings.uri} holds no view {INDEXED_VIEW!r}, which is searched: add it to "
+                f"{sources.embeddings.uri} has no view {INDEXED_VIEW!r}, which is searched: add it to "
                 "encode.views"
             )
     of_triplets = slices(sources.triplets, "triplets")
-    # Which documents and queries the training rows name: sorted hashes, 8 bytes each.
-    named = run("names", partial(_hashes_of_slice, sources=sources, folder=folder), of_triplets)
+    # Documents and queries that the training rows name: sorted hashes, 8 bytes each.
+    name_records = run("names", partial(_hashes_of_slice, sources=sources, folder=folder), of_triplets)
     wanted = merge_hashes(folder, "document_hashes", files=len(of_triplets))
     merge_hashes(folder, "query_hashes", files=len(of_triplets))
-    group = max(int(record["group"]) for record in named)
-    written = run(
+    group = max(int(record["group"]) for record in name_records)
+    document_records = run(
         "documents",
         partial(_documents_of_slice, sources=sources, folder=folder),
         slices(sources.embeddings, "embeddings"),
     )
-    place = number_documents(wanted, written, folder)
+    place = number_documents(wanted, document_records, folder)
     rejected = sources.embeddings.table("rejected.parquet", ["row"])["row"]
     unread = np.flatnonzero(np.isin(wanted, hash_of(rejected))) if len(rejected) else np.empty(0, np.int64)
     place[unread[place[unread] < 0]] = tokens.UNREADABLE_ROW
     write_table(fs.join(folder, "place.arrow"), pa.table({"row": place}))
     _number_lessons(lessons, folder)
-    rows = run(
+    row_records = run(
         "rows",
         partial(_rows_of_slice, sources=sources, teacher=teacher, group=group, folder=folder),
         of_triplets,
     )
     starts = accumulate((part.rows or 0 for _, part in lessons), initial=0)
-    generated = run(
+    free_records = run(
         "free",
         partial(_rows_without_documents, group=group, folder=folder),
         [(name, start) for (name, _), start in zip(lessons, starts, strict=False)],
     )
-    with_documents, without = files_of(rows), files_of(generated)
+    with_documents, without = files_of(row_records), files_of(free_records)
     sizes = {"triplets": total_rows(with_documents), "generated": total_rows(without)}
     if not sizes["triplets"]:
         raise DataError("no triplet for training has a positive with an embedding: re-run collect or encode")
     facts = {
         "sizes": {part: count for part, count in sizes.items() if count},
-        "known": max(record["known"] for record in rows),
-        "scored": any(record["scored"] for record in rows),
-        "left_out": sum(record["left_out"] for record in rows),
+        "known": max(record["known"] for record in row_records),
+        "scored": any(record["scored"] for record in row_records),
+        "left_out": sum(record["left_out"] for record in row_records),
     }
-    return {"documents": files_of(written), "rows": [*with_documents, *without]}, facts
+    return {"documents": files_of(document_records), "rows": [*with_documents, *without]}, facts
 
 
 def _hashes_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
@@ -195,19 +199,24 @@ def _documents_of_slice(item: NumberedSlice, *, sources: CandidateSources, folde
     for part in item[1]:
         table = sources.embeddings.table(part, ["doc_id", INDEXED_VIEW])
         hashes = hash_of(table["doc_id"])
-        kept = tokens.in_sorted(hashes, wanted)
-        columns = {"hash": pa.array(hashes[kept]), "teacher": table.filter(pa.array(kept))[INDEXED_VIEW]}
+        is_wanted = tokens.in_sorted(hashes, wanted)
+        columns = {
+            "hash": pa.array(hashes[is_wanted]),
+            "teacher": table.filter(pa.array(is_wanted))[INDEXED_VIEW],
+        }
         if sources.prompt is not None:
             assert sources.dataset is not None
             texts = tokens.read_columns(
                 sources.dataset, [part.replace("embeddings/", "documents/", 1)], DOCUMENT_COLUMNS
             )
-            read, unread = tokens.document_rows(texts, prompt=sources.prompt, wanted=np.sort(hashes[kept]))
-            problems |= unread
-            # Both are in the dataset's order; embeddings may lack documents that the teacher could not read.
-            both = pa.array(np.isin(hashes[kept], np.asarray(read["hash"])))
+            token_rows, unreadable = tokens.document_rows(
+                texts, prompt=sources.prompt, wanted=np.sort(hashes[is_wanted])
+            )
+            problems |= unreadable
+            # Both are in the dataset's order; embeddings have no documents that the teacher could not read.
+            both = pa.array(np.isin(hashes[is_wanted], np.asarray(token_rows["hash"])))
             columns = {name: column.filter(both) for name, column in columns.items()}
-            columns |= {name: read[name] for name in ("ids", "positions")}
+            columns |= {name: token_rows[name] for name in ("ids", "positions")}
         tables.append(pa.table(columns))
     files = write_tables(folder, {file_name("documents", item[0]): pa.concat_tables(tables)})
     return {"files": files, "problems": problems}
@@ -238,13 +247,13 @@ def _rows_of_slice(
         wanted=read_array(fs.join(folder, "document_hashes.arrow")),
         place=read_array(fs.join(folder, "place.arrow")),
     )
-    known, queries = read_array(fs.join(folder, "queries.arrow")), np.asarray(columns["query"])
-    at = np.searchsorted(known, queries)
-    if (at == len(known)).any() or (known[at] != queries).any():
+    lesson_queries, queries = read_array(fs.join(folder, "queries.arrow")), np.asarray(columns["query"])
+    at = np.searchsorted(lesson_queries, queries)
+    if (at == len(lesson_queries)).any() or (lesson_queries[at] != queries).any():
         raise TrainingError("triplets contain queries that the teacher has not embedded: re-run teacher")
     lesson = read_array(fs.join(folder, "lessons.arrow"))[at]
-    kept = ("query", "documents", "known", "weight", "scores")
-    rows = one_chunk({"lesson": pa.array(lesson), **{name: columns[name] for name in kept}})
+    names = ("query", "documents", "known", "weight", "scores")
+    rows = one_chunk({"lesson": pa.array(lesson), **{name: columns[name] for name in names}})
     rows = rows.filter(pa.array(readable)).combine_chunks()
     return {
         "files": write_tables(folder, {file_name("rows", number): rows}),
@@ -254,16 +263,16 @@ def _rows_of_slice(
 
 
 def _rows_without_documents(item: tuple[int, tuple[str, int]], *, group: int, folder: str) -> JsonRecord:
-    """Rows of queries that occur in no triplet, of a file of lessons that starts at this row."""
+    """Write rows of queries without a triplet, for a file of lessons that starts at row `start`."""
     file, (name, start) = item
     numbers = read_array(fs.join(folder, name))
-    named = read_array(fs.join(folder, "query_hashes.arrow"))
-    alone = np.flatnonzero(~tokens.in_sorted(numbers.astype(np.uint64), named))
-    size = len(alone)
+    in_triplets = read_array(fs.join(folder, "query_hashes.arrow"))
+    free_rows = np.flatnonzero(~tokens.in_sorted(numbers.astype(np.uint64), in_triplets))
+    size = len(free_rows)
     rows = one_chunk(
         {
-            "lesson": pa.array(alone + start),
-            "query": pa.array(numbers[alone]),
+            "lesson": pa.array(free_rows + start),
+            "query": pa.array(numbers[free_rows]),
             "documents": arrow.to_arrow(np.full((size, group), ABSENT, np.int64)),
             "known": list_column(np.empty(0, np.int64), [0] * (size + 1)),
             "weight": pa.array(np.ones(size, np.float32)),
@@ -276,12 +285,12 @@ def _rows_without_documents(item: tuple[int, tuple[str, int]], *, group: int, fo
 def _training_rows(
     triplets: Artifact, parts: Sequence[str], columns: list[str], *, scores: Artifact | None = None
 ) -> pa.Table:
-    """Training rows of some parts; with the `scores` of a teacher that scored them row by row, if it did."""
+    """Read training rows of parts, with the `scores` of a teacher if it scored them row by row."""
     tables = []
     for part in parts:
         table = triplets.table(part, columns)
-        beside = part.replace("triplets/", "scores/", 1)
-        if scores is not None and beside in scores.manifest.parts:
-            table = table.append_column("scores", scores.table(beside, ["scores"])["scores"])
+        score_part = part.replace("triplets/", "scores/", 1)
+        if scores is not None and score_part in scores.manifest.parts:
+            table = table.append_column("scores", scores.table(score_part, ["scores"])["scores"])
         tables.append(table.filter(pc.equal(table["split"], "train")))
     return pa.concat_tables(tables)

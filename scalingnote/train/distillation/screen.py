@@ -1,4 +1,4 @@
-"""Screen teachers: which one becomes a good token table on given texts, by a closed-form fit in minutes.
+"""Screen teachers: which teacher gives a good token table on given texts, by a closed-form fit in minutes.
 
     texts -> pseudo-queries -> teacher: embeddings Y [n, dim], scaled to unit length
                             -> token shares X [n, tokens], sparse
@@ -7,7 +7,7 @@
                              by the teacher's own similarity
 
 A table that is trained on more texts is better than this one. The numbers compare teachers on one set of
-texts, and cannot be compared between sets.
+texts, and are not comparable between sets.
 """
 
 import time
@@ -40,14 +40,13 @@ from scalingnote.triplets.config import PseudoQueriesConfig
 from scalingnote.triplets.pseudo_queries.sampling import draw
 
 log = get_logger("distill")
-SEED = 0  # of the sampled documents, the draws and the held-out documents
-HELD_OUT_SHARE = 0.2  # share of the documents whose texts are measured
-RIDGE = (
-    0.01  # of the squared norm: all-MiniLM-L6-v2 on feedbackqa overlaps by .48, .51, .44 with .001, .01, .1
-)
-NEIGHBOURS = 10  # of the teacher, which the table should find
+SEED = 0  # for the sampled documents, the draws and the held-out documents
+HELD_OUT_SHARE = 0.2  # share of the documents with texts for measurement
+# Factor of the squared norm: all-MiniLM-L6-v2 on feedbackqa overlaps by .48, .51, .44 with .001, .01, .1.
+RIDGE = 0.01
+NEIGHBOURS = 10  # number of the teacher's results that the table should find
 MIN_TEXTS = 100  # distinct pseudo-queries; a fit on fewer is meaningless
-TEACHER_QUERIES, TABLE_QUERIES = 50, 200  # at most, for the median of times
+TEACHER_QUERIES, TABLE_QUERIES = 50, 200  # upper limits, for the median of times
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class ScreenedTeacher:
     overlap: float
     """Share of the teacher's ten nearest training texts that the table finds, mean of the held-out texts."""
     cosine: float
-    """Of table and teacher, mean of the held-out texts."""
+    """Cosine of table and teacher, mean over the held-out texts."""
     dimensions: int
     parameters: int
     tokens: int
@@ -75,20 +74,21 @@ class ScreenedTeacher:
     """Median of one query at a time on this machine, text to embedding."""
     table_ms: float
     seconds: float
-    """Of the whole screening of this teacher."""
+    """Duration of the entire screening of this teacher."""
 
 
 def screen(models: Sequence[str], documents: Iterable[RawRow], config: ScreenConfig) -> list[ScreenedTeacher]:
-    """Fit a table to each teacher; the teacher whose table reproduces it best comes first.
+    """Fit a table to each teacher; sort the teachers by how well their tables reproduce them, best first.
 
     Args:
         models: hub ids or folders of published embedding models.
-        documents: rows with doc_id, title and content; read once, as many as pseudo-queries are kept.
-        config: how many texts.
+        documents: rows with doc_id, title and content; read once, a sample of at most `config.count` rows is
+            kept.
+        config: number of texts.
 
     Raises:
         DataError: the documents give fewer than :data:`MIN_TEXTS` distinct pseudo-queries.
-        ScalingNoteError: no model could be screened. One that cannot is logged and left out.
+        ScalingNoteError: no model could be screened. A model that cannot be screened is logged and left out.
     """
     folders: dict[str, str] = {}
     problems: dict[str, ScalingNoteError] = {}
@@ -100,24 +100,25 @@ def screen(models: Sequence[str], documents: Iterable[RawRow], config: ScreenCon
     if not folders:
         raise next(iter(problems.values()))
     texts = draw_texts(documents, config)
-    done = []
+    screened = []
     for model, folder in folders.items():
         try:
             with status_lines("distill", elapsed_status(f"screening {model}")):
-                done.append(replace(screen_one(folder, texts), model=model))
+                screened.append(replace(screen_one(folder, texts), model=model))
         except ScalingNoteError as error:
             problems[model] = error
     for model, problem in problems.items():
         log.error("%s is left out: %s", model, problem)
-    if not done:
+    if not screened:
         raise next(iter(problems.values()))
-    return sorted(done, key=lambda teacher: -teacher.overlap)
+    return sorted(screened, key=lambda teacher: -teacher.overlap)
 
 
 def draw_texts(documents: Iterable[RawRow], config: ScreenConfig) -> TextSplit:
-    """Distinct pseudo-queries of a sample of documents; those of some documents are held out.
+    """Draw distinct pseudo-queries from a sample of documents; those of some documents are held out.
 
-    DataError where there are too few, or where all are of one document.
+    Raises:
+        DataError: there are too few, or all come from one document.
     """
     chosen = subset(documents, size=config.count, seed=SEED, key="doc_id")
     keys = hash_of(pa.array([row["doc_id"] for row in chosen], pa.string())).tolist()
@@ -142,16 +143,17 @@ def draw_texts(documents: Iterable[RawRow], config: ScreenConfig) -> TextSplit:
 
 
 def screen_one(model: str, texts: TextSplit) -> ScreenedTeacher:
-    """Encode the texts with a teacher as published, fit its table, and compare the two.
+    """Encode the texts with a published teacher, fit its table, and compare the two.
 
-    ConfigError where the model cannot be read.
+    Raises:
+        ConfigError: the model cannot be read.
     """
     start = time.perf_counter()
     tower = open_tower(AdoptConfig(path=model), "query", dtype=compute_dtype("auto", default_device()))
     teacher = Encoder(tower)
-    given = teacher.encode_queries(texts.train)
-    train, held_out = l2_normalize(given), l2_normalize(teacher.encode_queries(texts.held_out))
-    searched = as_searched(given, tower.native.similarity)
+    embedded = teacher.encode_queries(texts.train)
+    train, held_out = l2_normalize(embedded), l2_normalize(teacher.encode_queries(texts.held_out))
+    searched = as_searched(embedded, tower.native.similarity)
     tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
     table = RidgeTable.fit(tokens, train, ridge=RIDGE)
     embeddings = np.stack([table.embed(ids) for ids in held_out_tokens])
@@ -171,55 +173,58 @@ def screen_one(model: str, texts: TextSplit) -> ScreenedTeacher:
 
 
 def token_ids(teacher: Encoder, texts: Sequence[str]) -> list[list[int]]:
-    """Tokens as the teacher reads them, its prompt and special tokens included: their rows are a constant."""
+    """Return the tokens of texts as the teacher reads them.
+
+    They include its prompt and special tokens: the rows of these add a constant.
+    """
     prompt: Any = teacher.tower.prompt
     return [row.ids for row in prompt.rows(texts)]
 
 
 def as_table(screened: Sequence[ScreenedTeacher]) -> ReportTable:
-    """A row per teacher, in their order."""
+    """Build a row per teacher, in their order."""
     head = ("model", "overlap@10", "cosine", "dims", "parameters", "teacher ms", "table ms", "seconds")
     rows = [
         (
-            one.model,
-            f"{one.overlap:.3f}",
-            f"{one.cosine:.3f}",
-            f"{one.dimensions:,}",
-            f"{one.parameters / 1e6:.1f} M",
-            f"{one.teacher_ms:.2f}",
-            f"{one.table_ms:.3f}",
-            f"{one.seconds:.0f}",
+            teacher.model,
+            f"{teacher.overlap:.3f}",
+            f"{teacher.cosine:.3f}",
+            f"{teacher.dimensions:,}",
+            f"{teacher.parameters / 1e6:.1f} M",
+            f"{teacher.teacher_ms:.2f}",
+            f"{teacher.table_ms:.3f}",
+            f"{teacher.seconds:.0f}",
         )
-        for one in screened
+        for teacher in screened
     ]
     return ReportTable(head, rows)
 
 
 @dataclass(frozen=True)
 class RidgeTable:
-    """A vector per token that was seen: a text's embedding is the mean of its tokens' vectors, normalised."""
+    """A vector for each token that occurs; a text's embedding is the unit mean of its tokens' vectors."""
 
     columns: ndarray
-    """Row in `rows` of each token id; -1 for a token that was not seen."""
+    """Row in `rows` of each token id; -1 for a token that does not occur in the training texts."""
     rows: Float[ndarray, "tokens dim"]
 
     @classmethod
     def fit(
         cls, texts: Sequence[Sequence[int]], targets: Float[ndarray, "texts dim"], *, ridge: float
     ) -> "RidgeTable":
-        """The ridge regression from the token shares of texts, of at least one token each, to `targets`."""
+        """Fit a ridge regression from token shares of texts, each with at least one token, to `targets`."""
         lengths = [len(ids) for ids in texts]
-        seen, places = np.unique(np.concatenate([np.asarray(ids) for ids in texts]), return_inverse=True)
-        columns = np.full(int(seen[-1]) + 1, -1)
-        columns[seen] = np.arange(len(seen))
+        distinct, places = np.unique(np.concatenate([np.asarray(ids) for ids in texts]), return_inverse=True)
+        columns = np.full(int(distinct[-1]) + 1, -1)
+        columns[distinct] = np.arange(len(distinct))
         starts, values = np.cumsum([0, *lengths]), np.repeat(1 / np.array(lengths), lengths)
-        shares = scipy.sparse.csr_array((values, places, starts), (len(texts), len(seen)))
+        shares = scipy.sparse.csr_array((values, places, starts), (len(texts), len(distinct)))
         return cls(columns, ridge_fit(shares, targets, ridge=ridge).astype(np.float32))
 
     def embed(self, ids: Sequence[int]) -> Float[ndarray, " dim"]:
-        """The unit embedding of a text; 0 if no token of it was seen."""
-        known = np.asarray(ids)
-        rows = self.columns[known[known < len(self.columns)]]
+        """Compute the unit embedding of a text; 0 if none of its tokens has a row."""
+        id_array = np.asarray(ids)
+        rows = self.columns[id_array[id_array < len(self.columns)]]
         vector = self.rows[rows[rows >= 0]].sum(axis=0)
         result: ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return result
@@ -228,7 +233,7 @@ class RidgeTable:
 def ridge_fit(
     features: Any, targets: Float[ndarray, "texts dim"], *, ridge: float
 ) -> Float[ndarray, "tokens dim"]:
-    """argmin over W of |features W - targets|^2 + ridge |W|^2, exactly, in float64.
+    """Compute argmin over W of |features W - targets|^2 + ridge |W|^2, exactly, in float64.
 
     The normal equations are solved on the smaller side: [texts, texts] or [tokens, tokens].
     """

@@ -1,15 +1,15 @@
-"""The student of a query tower: what it starts from, its prompt, and the tower that is trained.
+"""The student of a query tower: its initial tokenizer and weights, its prompt, and the tower that is trained.
 
     prepare_start ─► tokenizer, new words, teacher layers in a folder ─► build_prompt, build_student per rank
 
 *Layers* are copied tensor by tensor from the safetensors of the teacher's own artifact, without building a
-model: the teacher's job does not know which layers a student will want, and a copy of a 7B teacher beside its
-embeddings would weigh 28 GB.
+model: when the teacher's job runs, the layers of a future student are not known, and a copy of a 7B teacher
+next to its embeddings would take 28 GB.
 
-*Tokens.* Distillation sees the training queries only. Words that occur in none of them, but in many
-documents, are known to the teacher; a student with random rows never learns them, and answers the queries of
+*Tokens.* Distillation reads only the training queries. The teacher has learnt words that occur in many
+documents, but in none of these queries; a student with random rows never learns them, and answers queries on
 new topics badly. A transformer takes the teacher's token embeddings. The rows of a lookup table are
-embeddings of queries, read by no layer; it takes the teacher's embeddings of every token read alone.
+embeddings of queries, which no layer reads; it takes the teacher's embeddings of every token read by itself.
 """
 
 import json
@@ -58,7 +58,7 @@ from scalingnote.train.distillation.vocabulary import (
 
 log = get_logger("distill")
 START_FILE = "start.json"
-MIN_WORD_COUNT = 4  # queries that must hold a new word
+MIN_WORD_COUNT = 4  # number of queries that must contain a new word
 _LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.(\d+)\.")
 
 
@@ -67,7 +67,7 @@ class StudentStart:
     """Tokenizer and weights that a student starts from; equal for all ranks."""
 
     tokenizer: str | None
-    """Tokenizer JSON, without the new words, of a student that brings none."""
+    """Tokenizer JSON, without the new words; None for a student that has its own tokenizer."""
     words: tuple[str, ...]
     """New tokens, in order."""
     backbone: Path | None
@@ -77,7 +77,7 @@ class StudentStart:
 
 
 def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> StudentStart:
-    """Write the start of a student to `folder`, or find it there. To be called once, before any rank starts.
+    """Write the start of a student to `folder`, or find it there. Must be called once, before ranks start.
 
     The folder must belong to this config and this teacher, the artifact with the embeddings of queries.
     """
@@ -91,27 +91,27 @@ def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> S
 
 
 def read_start(folder: str) -> StudentStart:
-    """The start that :func:`prepare_start` wrote."""
+    """Read the start that :func:`prepare_start` wrote."""
     files = json.loads(fs.read_bytes(fs.join(folder, START_FILE)))["files"]
-    # The list holds sizes: a new start at the same URI is a new version of the local copy.
+    # The list holds sizes, so a new start at the same URI is a new version of the local copy.
     return _read(fs.download(folder, list(files), version=json.dumps(files, sort_keys=True)))
 
 
 def _write_start(config: DistillConfig, teacher: Artifact, folder: Path) -> None:
     if config.teacher_layers is not None:
         _copy_teacher_layers(config, teacher, folder / "backbone")
-    elif (learnt := _tokenizer(config, teacher)) is not None:
-        (folder / "tokenizer.json").write_text(learnt, encoding="utf-8")
+    elif (tokenizer_json := _tokenizer(config, teacher)) is not None:
+        (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     if config.new_vocabulary:
-        new = mine_words(
+        new_words = mine_words(
             tokens.distinct_queries(teacher, "embeddings"),
             build_prompt(config, _read(folder)).tokenizer,
             tokens=config.new_vocabulary,
             min_count=MIN_WORD_COUNT,
             pairs=isinstance(config.student, LookupConfig),
         )
-        log.info("%s new words: %s...", f"{len(new):,}", ", ".join(new[:8]))
-        (folder / "words.json").write_text(json.dumps(new, ensure_ascii=False), encoding="utf-8")
+        log.info("%s new words: %s...", f"{len(new_words):,}", ", ".join(new_words[:8]))
+        (folder / "words.json").write_text(json.dumps(new_words, ensure_ascii=False), encoding="utf-8")
     if isinstance(config.student, LookupConfig):
         prompt = build_prompt(config, _read(folder))
         assert isinstance(prompt, LookupPrompt)
@@ -120,7 +120,7 @@ def _write_start(config: DistillConfig, teacher: Artifact, folder: Path) -> None
 
 
 def _read(folder: Path) -> StudentStart:
-    """As far as its files are there."""
+    """Read the start as far as its files exist."""
     tokenizer, words, backbone = (folder / name for name in ("tokenizer.json", "words.json", "backbone"))
     keys, weights, rows, prior = (
         np.load(folder / name) if (folder / name).exists() else None
@@ -135,7 +135,7 @@ def _read(folder: Path) -> StudentStart:
 
 
 def build_prompt(config: DistillConfig, start: StudentStart) -> QueryPrompt | LookupPrompt:
-    """The prompt by which the student reads a query, without drawing or loading weights."""
+    """Build the prompt by which the student reads a query, without drawing or loading weights."""
     student = _tower_config(config, start)
     if isinstance(student, LookupConfig):
         tokenizer, pieces = _with_new_words(start)
@@ -152,11 +152,11 @@ def build_prompt(config: DistillConfig, start: StudentStart) -> QueryPrompt | Lo
 def build_student(
     config: DistillConfig, start: StudentStart, *, teacher: Artifact, dim: int
 ) -> Tower | LookupTower:
-    """The student, ready to train; the same on every rank, given one config and start."""
+    """Build the student, ready to train; equal on every rank, for one config and start."""
     student = _tower_config(config, start)
     if isinstance(student, LookupConfig):
         return _build_lookup(config, student, start, teacher=teacher, dim=dim)
-    if student.pooling != "placeholders":  # a published model, with a tokenizer and tokens of its own
+    if student.pooling != "placeholders":  # a published model, with its own tokenizer and tokens
         return build_tower(student, role="query", dim=dim, tokenizer_json=None, seed=config.seed)
     backbone = backbones.build(student.backbone, tokenizer_json=start.tokenizer, seed=config.seed)
     table: Any = backbone.model.get_input_embeddings()  # type: ignore[operator]
@@ -168,33 +168,38 @@ def build_student(
         backbones.grow(backbone.model, len(backbone.tokenizer))
         table = backbone.model.get_input_embeddings()  # type: ignore[operator]
         initialize_word_rows(table.weight, start.words, before=before, after=backbone.raw_tokenizer)
-    made = build_tower(
+    tower = build_tower(
         student, role="query", dim=dim, tokenizer_json=None, seed=config.seed, backbone=backbone
     )
     if start.backbone is not None:
         with torch.no_grad():
-            made.projection.weight.copy_(load_file(start.backbone / "projection.safetensors")["weight"])
-    return made
+            tower.projection.weight.copy_(load_file(start.backbone / "projection.safetensors")["weight"])
+    return tower
 
 
 def _build_lookup(
     config: DistillConfig, student: LookupConfig, start: StudentStart, *, teacher: Artifact, dim: int
 ) -> LookupTower:
     tokenizer, pieces = _with_new_words(start)
-    first = start.lookup
-    assert first is not None, "a lookup's start has its features"
+    table_start = start.lookup
+    assert table_start is not None, "a lookup's start has its features"
     if config.inherits:
-        own = tokenizer.get_vocab_size() - len(pieces)
-        first = replace(first, rows=token_weights(teacher, "alone")[:own].numpy())
-    made = lookup.build(
-        student, dim=dim, tokenizer_json=tokenizer.to_str(), seed=config.seed, start=first, pieces=pieces
+        teacher_size = tokenizer.get_vocab_size() - len(pieces)
+        table_start = replace(table_start, rows=token_weights(teacher, "alone")[:teacher_size].numpy())
+    tower = lookup.build(
+        student,
+        dim=dim,
+        tokenizer_json=tokenizer.to_str(),
+        seed=config.seed,
+        start=table_start,
+        pieces=pieces,
     )
-    made.made_from["query_embeddings"] = teacher.digest
-    return made
+    tower.made_from["query_embeddings"] = teacher.digest
+    return tower
 
 
 def _with_new_words(start: StudentStart) -> tuple[Tokenizer, dict[int, list[int]]]:
-    """The tokenizer of a table, and the pieces of each new word by its number."""
+    """Build the tokenizer of a table, and return it with the pieces of each new word by its number."""
     assert start.tokenizer is not None, "a lookup's start has a tokenizer"
     before, tokenizer = (Tokenizer.from_str(start.tokenizer) for _ in range(2))
     add_words(tokenizer, start.words)
@@ -202,7 +207,10 @@ def _with_new_words(start: StudentStart) -> tuple[Tokenizer, dict[int, list[int]
 
 
 def _tower_config(config: DistillConfig, start: StudentStart) -> TowerConfig | LookupConfig:
-    """The student's config; where layers were copied, with the copy as backbone and the teacher's pooling."""
+    """Return the student's config.
+
+    If layers were copied, its backbone is the copy, and its pooling the teacher's.
+    """
     if start.backbone is None or isinstance(config.student, LookupConfig):
         return config.student
     changed: dict[str, Any] = {"backbone": Pretrained(path=str(start.backbone))}
@@ -212,7 +220,7 @@ def _tower_config(config: DistillConfig, start: StudentStart) -> TowerConfig | L
 
 
 def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
-    """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
+    """Return tokenizer JSON of a student from scratch; None for a pretrained one, which has its own."""
     if config.inherits:
         return teacher_tokenizer(teacher)
     if config.tokenizer not in ("teacher", "own"):
@@ -224,26 +232,27 @@ def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
 
 
 def teacher_tokenizer(teacher: Artifact) -> str:
-    """Tokenizer JSON of the teacher, which its job wrote, without limits.
+    """Read the tokenizer JSON of the teacher, which its job wrote, without limits.
 
-    A published one may pad every text to a fixed length: a table would learn from pads that no query has.
+    A published tokenizer may pad every text to a fixed length: a table would learn from pads that no query
+    has.
     """
-    written = Tokenizer.from_str(teacher.read_bytes("teacher/tokenizer.json").decode())
-    return str(without_limits(written).to_str())
+    tokenizer = Tokenizer.from_str(teacher.read_bytes("teacher/tokenizer.json").decode())
+    return str(without_limits(tokenizer).to_str())
 
 
 def token_weights(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary width"]:
-    """Weights of each of the teacher's tokens, which its job wrote: ``tokens`` or ``alone``."""
+    """Read weights of each of the teacher's tokens, which its job wrote: ``tokens`` or ``alone``."""
     return safetensors.torch.load(teacher.read_bytes(token_file(name)))["weight"].float()
 
 
 def token_file(name: str) -> str:
-    """The part of the teacher's artifact with weights of its tokens: ``tokens`` or ``alone``."""
+    """Return the part of the teacher's artifact with weights of its tokens: ``tokens`` or ``alone``."""
     return f"teacher/{name}.safetensors"
 
 
 def _copy_teacher_layers(config: DistillConfig, teacher: Artifact, target: Path) -> None:
-    """Write a checkpoint of the teacher's layers that the student asks for."""
+    """Write a checkpoint of the teacher's layers that the student's config names."""
     parent = teacher.manifest.parents.get("dual_encoder")
     if parent is None:
         raise ConfigError(
@@ -270,8 +279,13 @@ def copy_layers(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> 
     """Write to `target` a query tower with some layers of the tower in `teacher` and all its other weights.
 
     A published model keeps its pooling, dense layers and prompts too. `layers` are numbers of layers from 0,
-    or from the end (-1 is the last); or how many to take at equal distances. Returns the numbers from 0.
-    ConfigError where the teacher has no such layers, or its folder holds an adapter alone.
+    or from the end (-1 is the last); or the number of layers to take, evenly spaced.
+
+    Returns:
+        The numbers of the layers, from 0.
+
+    Raises:
+        ConfigError: the teacher has no such layers, or its folder holds only an adapter.
     """
     if not (teacher / "config.json").exists() or not any(teacher.glob("model*.safetensors")):
         raise ConfigError(f"{teacher} holds an adapter, not a model: train with merge_adapters=true")
@@ -283,7 +297,7 @@ def copy_layers(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> 
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= layer < count for layer in chosen):
         raise ConfigError(f"teacher_layers {[*layers]}: the teacher has layers 0 to {count - 1}, each once")
     target.mkdir(parents=True, exist_ok=True)
-    # Settings that are lists with an entry per layer, such as kinds of attention.
+    # Settings that are lists with an entry per layer, for example kinds of attention.
     of_layers = {
         name: [value[layer] for layer in chosen]
         for name, value in settings.items()
@@ -303,19 +317,19 @@ def copy_layers(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> 
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a tower's folder is a published model, with pooling and dense layers of its own."""
+    """Return whether a tower's folder is a published model, with its own pooling and dense layers."""
     return (folder / "modules.json").exists() and not (folder / "projection.safetensors").exists()
 
 
 def evenly_spaced_layers(layers: int, *, of: int) -> tuple[int, ...]:
-    """Numbers of `layers` out of `of` layers at equal distances, the last one included."""
+    """Return numbers of `layers` out of `of` layers, evenly spaced, including the last one."""
     if layers > of:
-        raise ConfigError(f"the student asks for {layers} layers, its teacher has {of}")
+        raise ConfigError(f"the student needs {layers} layers, its teacher has {of}: choose fewer")
     return tuple(round((number + 1) * of / layers) - 1 for number in range(layers))
 
 
 def _tensors(teacher: Path, chosen: Sequence[int]) -> dict[str, Tensor]:
-    """Tensors of the chosen layers and all others, by the names they have in the student."""
+    """Read tensors of the chosen layers and all others, by their names in the student."""
     number = {layer: place for place, layer in enumerate(chosen)}
     out: dict[str, Tensor] = {}
     for path in sorted(teacher.glob("model*.safetensors")):
@@ -331,9 +345,9 @@ def _tensors(teacher: Path, chosen: Sequence[int]) -> dict[str, Tensor]:
 
 
 def inherit_token_embeddings(table: nn.Embedding, teacher: Float[Tensor, "vocabulary hidden"]) -> None:
-    """Fill the first rows of `table` with `teacher`'s, fitted to its width; further rows keep their values.
+    """Fill the first rows of `table` with those of `teacher`, fitted to the width of `table`.
 
-    The two vocabularies must number their common tokens alike.
+    Further rows keep their values. The two vocabularies must number their common tokens in the same way.
     """
     rows = min(len(teacher), table.num_embeddings)
     with torch.no_grad():
@@ -341,10 +355,10 @@ def inherit_token_embeddings(table: nn.Embedding, teacher: Float[Tensor, "vocabu
 
 
 def fit_width(tokens: Float[Tensor, "vocabulary hidden"], *, width: int) -> Float[Tensor, "vocabulary width"]:
-    """`tokens` in `width` dimensions with their inner products kept: exactly, or as well as can be.
+    """Fit `tokens` to `width` dimensions with their inner products kept: exactly, or as well as possible.
 
-    A wider table gets zeros on the right; a narrower one the principal directions of the rows, which no
-    other linear map to `width` dimensions beats (Eckart-Young).
+    A wider table gets zeros on the right; a narrower one the principal directions of the rows, the best
+    linear map to `width` dimensions (Eckart-Young).
     """
     hidden = tokens.shape[1]
     if width >= hidden:

@@ -1,30 +1,30 @@
-"""The tokens of a student, and what their rows start as.
+"""The tokens of a student, and the initial values of their rows.
 
-New words are tokens of a student's own: frequent words of the queries, and pairs of words. ScalingNote
+New words are separate tokens of a student: frequent words of the queries, and pairs of words. ScalingNote
 (section 3.3) gives a small transformer frequent words: its rows become shorter. The planner segments queries
 into words, Chinese by its dictionary.
 
-A lookup table gets pairs of adjacent words as well, of which a mean of rows knows nothing else: "blood
-pressure", "not covered". The vector of such a token is the sum of its pieces' vectors and of one of its own
-that starts at 0 (:class:`scalingnote.models.lookup.LookupTower`), so that rare ones lose nothing.
+A lookup table also gets pairs of adjacent words, because a mean of rows has no other information about pairs:
+"blood pressure", "not covered". The vector of such a token is the sum of its pieces' vectors and of its own
+vector, which starts at 0 (:class:`scalingnote.models.lookup.LookupTower`), so that rare pairs lose nothing.
 
 A tokenizer finds added tokens before it splits a text, the longest from the left:
 
-* A word between spaces must stand alone (`single_word`), or "art" would be cut out of "heart". It includes
-  the space before it, as the pieces it replaces did, or that space would become a token.
-* Han characters stand between other ones, so that rule would never let them match. There the tokenizer takes
-  the longest word from the left, which is segmentation by maximum matching: it may divide other words than
-  the planner would, but in the same way in training and in serving.
+* A word between spaces must be a separate word (`single_word`), or "art" would be cut out of "heart". It
+  includes the space before it, the same as the pieces it replaces, or that space would become a token.
+* Han characters are next to other ones, so that rule would never let them match. There the tokenizer takes
+  the longest word from the left, which is segmentation by maximum matching: it may find other words than the
+  planner, but the same in training and in serving.
 
-What a table starts from:
+Start of a table:
 
     texts              ─► features, start weights
     vectors            ─► the prior, their mean
 
-Where the teacher gives no tokens, because only its vectors are known, a table has tokens of its own:
+If the teacher gives no tokens, because only its vectors are known, a table has its own tokens:
 
     texts              ─► WordPiece, or a tokenizer that the user names
-    texts and vectors  ─► rows whose weighted mean comes nearest to the vectors (ridge regression)
+    texts and vectors  ─► rows with a weighted mean that is closest to the vectors (ridge regression)
 """
 
 import re
@@ -64,34 +64,38 @@ from scalingnote.triplets.planner.planner import words
 
 log = get_logger("distill")
 UNKNOWN = "[UNK]"
-MAX_COUNTED_TEXTS = 1_000_000  # that features and weights are counted in: further ones change them little
-MAX_FITTED_TEXTS = 100_000  # that rows start from, with their vectors in memory
-ROW_RIDGE = 1.0  # of the squared norm of rows, where a text's vector has length 1
+MAX_COUNTED_TEXTS = 1_000_000  # for counts of features and weights: further texts change them little
+MAX_FITTED_TEXTS = 100_000  # for the fit of rows, with their vectors in memory
+ROW_RIDGE = 1.0  # factor of the squared norm of rows, for text vectors of length 1
 FIT_STEPS = 20  # of conjugate gradients: the error on held-out texts does not fall further
 MAX_GAP_CHARACTERS = 1  # between the words of a pair: a space, a hyphen, an apostrophe
 _HAN = re.compile(f"[{HAN}]")
 
 
-# --- tokenizers of a table's own ----------------------------------------------------------------------------
+# --- a table's own tokenizers -------------------------------------------------------------------------------
 
 
 def read_tokenizer(path: str) -> str:
-    """Tokenizer JSON of a file, or of a model's folder or hub id; ConfigError if there is none."""
+    """Read tokenizer JSON from a file, or from a model's folder or hub id.
+
+    Raises:
+        ConfigError: there is none.
+    """
     file = Path(path) if path.endswith(".json") else local_folder(path) / "tokenizer.json"
     try:
         return str(without_limits(Tokenizer.from_file(str(file))).to_str())
-    except Exception as error:  # the library raises no class of its own
-        raise ConfigError(f"distill.tokenizer: {file} is no tokenizer ({error})") from None
+    except Exception as error:  # the library raises no specific class
+        raise ConfigError(f"distill.tokenizer: {file} is not a tokenizer ({error})") from None
 
 
 def train_word_pieces(texts: Iterable[str], *, vocabulary: int) -> str:
-    """Tokenizer JSON of pieces of lower-case words, learnt from texts; equal texts give equal JSON."""
+    """Train a tokenizer of pieces of lower-case words, and return its JSON; equal texts give equal JSON."""
     texts, normalizer, splitter = list(texts), BertNormalizer(), BertPreTokenizer()
     words = (word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
     inner = sorted({character for word in words for character in word[1:]})
-    # Named to the trainer, or it would number them in the order of a hash map, another one in each process.
-    named = [UNKNOWN, *(f"##{character}" for character in inner)]
-    trainer = WordPieceTrainer(vocab_size=vocabulary, special_tokens=named, show_progress=False)
+    # Passed to the trainer, or it would number them in the order of a hash map, different in each process.
+    special = [UNKNOWN, *(f"##{character}" for character in inner)]
+    trainer = WordPieceTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
     learner = Tokenizer(WordPiece(unk_token=UNKNOWN))
     learner.normalizer, learner.pre_tokenizer = normalizer, splitter
     learner.train_from_iterator(texts, trainer)
@@ -106,22 +110,23 @@ def train_word_pieces(texts: Iterable[str], *, vocabulary: int) -> str:
 def mine_words(
     queries: Iterable[str], tokenizer: Tokenizer, *, tokens: int, min_count: int, pairs: bool
 ) -> list[str]:
-    """Return the words that most queries hold and that the student's tokenizer breaks into pieces.
+    """Return the words that most queries contain and that the student's tokenizer breaks into pieces.
 
-    At most `tokens` words of at least `min_count` queries, by falling count, then by their characters;
-    without numbers and single Han characters. With `pairs` also two words beside each other. Of words that
-    the tokenizer's normalizer makes equal ("krüppel", "kruppel") only the first: it would take either.
+    At most `tokens` words that occur in at least `min_count` queries, by falling count, then by their
+    characters; without numbers and single Han characters. With `pairs` also two adjacent words. Among words
+    that the tokenizer's normalizer makes equal ("krüppel", "kruppel") only the first: the tokenizer would
+    match either.
     """
     normalizer = tokenizer.normalizer
     lowers = normalizer is not None and normalizer.normalize_str("A") == "a"
     counts: Counter[str] = Counter()
     for query in queries:
-        written = query.lower() if lowers else query
-        places = list(_word_places(written))
-        found = {written[start:stop] for start, stop in places}
+        query_text = query.lower() if lowers else query
+        places = list(_word_places(query_text))
+        phrases = {query_text[start:stop] for start, stop in places}
         if pairs:
-            found |= set(_pairs(written, places))
-        counts.update(found)
+            phrases |= set(_pairs(query_text, places))
+        counts.update(phrases)
     ranked = sorted(
         (word for word, count in counts.items() if count >= min_count and _is_word(word)),
         key=lambda word: (-counts[word], word),
@@ -137,31 +142,33 @@ def mine_words(
 
 
 def add_words(tokenizer: Tokenizer, new: Sequence[str]) -> None:
-    """Add words to a tokenizer, in this order, after the tokens it has."""
-    # A normalizer that replaces spaces by marks hides where a word ends: words are then matched before it.
-    # It also marks the text after a word, so the word must take that text's own space.
+    """Add words to a tokenizer, in this order, after its tokens."""
+    # A normalizer that replaces spaces by marks hides the end of a word: words are then matched before it. It
+    # also marks the text after a word, so the word must take the space of that text.
     normalizer = tokenizer.normalizer
     marks = normalizer is not None and normalizer.normalize_str("a b") != "a b"
     normalized = normalizer is not None and not marks
-    added = []
+    tokens = []
     for word in new:
-        alone = not _HAN.search(word)
-        added.append(
-            AddedToken(word, single_word=alone, lstrip=alone, rstrip=alone and marks, normalized=normalized)
+        separate = not _HAN.search(word)
+        tokens.append(
+            AddedToken(
+                word, single_word=separate, lstrip=separate, rstrip=separate and marks, normalized=normalized
+            )
         )
-    tokenizer.add_tokens(added)
+    tokenizer.add_tokens(tokens)
 
 
 def pieces_of(new: Sequence[str], *, before: Tokenizer, after: Tokenizer) -> dict[int, list[int]]:
-    """Return the tokens of each new word, the space before it included, by its number.
+    """Return the tokens of each new word, including the space before it, by the number of the word.
 
     `before` is the tokenizer without the words, `after` the one that :func:`add_words` changed.
     """
     before = without_limits(before)  # a published tokenizer may pad every text to a fixed length
     texts = [word if _HAN.search(word) else f" {word}" for word in new]
     numbers = (number for word in new if (number := after.token_to_id(word)) is not None)
-    found = before.encode_batch(texts, add_special_tokens=False)
-    return {number: pieces.ids for number, pieces in zip(numbers, found, strict=True)}
+    encodings = before.encode_batch(texts, add_special_tokens=False)
+    return {number: pieces.ids for number, pieces in zip(numbers, encodings, strict=True)}
 
 
 def initialize_word_rows(
@@ -174,7 +181,7 @@ def initialize_word_rows(
 
 
 def _word_places(query: str) -> Iterator[tuple[int, int]]:
-    """Start and end of the words of a query in it, without those that normalising changed."""
+    """Yield start and end of the words of a query, except words that normalising changed."""
     text, places = fold_with_places(query)
     at = 0
     for word in words(query):
@@ -185,7 +192,7 @@ def _word_places(query: str) -> Iterator[tuple[int, int]]:
 
 
 def _pairs(query: str, places: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Pairs of adjacent words with what stands between them."""
+    """Yield pairs of adjacent words with the text between them."""
     for (start, end), (following, stop) in pairwise(places):
         if following - end <= MAX_GAP_CHARACTERS:
             yield query[start:stop]
@@ -196,18 +203,18 @@ def _is_word(word: str) -> bool:
 
 
 def _is_token(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text is one token, other than the unknown token."""
+    """Return whether a text is one token, other than the unknown token."""
     tokens = tokenizer.encode(text, add_special_tokens=False).tokens
     return len(tokens) == 1 and tokens[0] != getattr(tokenizer.model, "unk_token", None)
 
 
-# --- what a table starts from -------------------------------------------------------------------------------
+# --- start of a table ---------------------------------------------------------------------------------------
 
 
 def start_arrays(
     config: DistillConfig, student: LookupConfig, teacher: Artifact, prompt: LookupPrompt
 ) -> dict[str, ndarray]:
-    """Return features, start weights, rows and prior by the names of their files, as far as a table has them.
+    """Return features, start weights, rows and prior by their file names, as far as a table has them.
 
     `prompt` reads a text with new words, without features.
     """
@@ -230,15 +237,15 @@ def start_arrays(
         weights[list(prompt.pieces)] = FEATURE_WEIGHT
         arrays["weights.npy"] = weights
     if not config.inherits:
-        fitted = rows[:MAX_FITTED_TEXTS]
-        found = _training_columns(teacher, "embedding", len(fitted))
-        vectors = arrow.l2_normalize(np.concatenate([arrow.to_numpy(column) for column in found]))
-        arrays["rows.npy"] = fit_rows(fitted, vectors, weights[:size])
+        fitted_rows = rows[:MAX_FITTED_TEXTS]
+        columns = _training_columns(teacher, "embedding", len(fitted_rows))
+        vectors = arrow.l2_normalize(np.concatenate([arrow.to_numpy(column) for column in columns]))
+        arrays["rows.npy"] = fit_rows(fitted_rows, vectors, weights[:size])
     return arrays
 
 
 def _mean_embedding(teacher: Artifact) -> Float32[ndarray, " dim"]:
-    """The mean of the teacher's embeddings of training texts, each of length 1."""
+    """Compute the mean of the teacher's embeddings of training texts, each of length 1."""
     sums: list[ndarray] = []
     count = 0
     for embeddings in _training_columns(teacher, "embedding", MAX_COUNTED_TEXTS):
@@ -249,7 +256,7 @@ def _mean_embedding(teacher: Artifact) -> Float32[ndarray, " dim"]:
 
 
 def _training_columns(teacher: Artifact, name: str, count: int) -> Iterator[pa.Array]:
-    """A column of the first `count` texts of the training split, batch by batch."""
+    """Yield a column of the first `count` texts of the training split, batch by batch."""
     for batch in teacher.batches("embeddings", columns=[name, "split"]):
         column = batch.filter(pc.equal(batch["split"], "train"))[name][:count]
         yield column
@@ -263,15 +270,17 @@ def fit_rows(
     vectors: Float32[ndarray, "texts dim"],
     weights: Float32[ndarray, " tokens"],
 ) -> Float32[ndarray, "tokens dim"]:
-    """Rows W that minimise |S W - vectors|^2 + ROW_RIDGE |W|^2 by conjugate gradients; of unseen tokens 0.
+    """Fit rows W by conjugate gradients; rows of tokens that do not occur are 0.
+
+    W minimises |S W - vectors|^2 + ROW_RIDGE |W|^2.
 
     Args:
         texts: token ids of each text.
-        vectors: what the weighted mean of a text's rows is to give, of length 1.
+        vectors: targets of length 1 for the weighted mean of a text's rows.
         weights: of each token in the mean, S.
     """
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-    ids = np.concatenate([np.asarray(each, np.int64) for each in texts])
+    ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
     shape = (len(texts), len(weights))
     starts = np.concatenate([[0], lengths.cumsum()])
     shares = scipy.sparse.csr_array((weights[ids], ids, starts), shape)
@@ -280,7 +289,7 @@ def fit_rows(
 
 
 def _solve(shares: Any, vectors: Float[ndarray, "texts dim"]) -> Float[ndarray, "tokens dim"]:
-    """Conjugate gradients on the normal equations, all columns at once."""
+    """Run conjugate gradients on the normal equations, all columns together."""
     transposed = shares.T.tocsr()
     rows = np.zeros((shares.shape[1], vectors.shape[1]), np.float32)
     residual = transposed @ vectors
