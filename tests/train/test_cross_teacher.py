@@ -114,7 +114,7 @@ def test_inherited_documents_are_ranked_as_the_teacher_scores_them(
 def test_a_cross_encoder_has_one_embedding_of_a_document(tmp_path: Path):
     dataset = tiny.dataset(str(tmp_path / "dataset"), count=8)
     teacher = tiny.cross_encoder(str(tmp_path / "teacher"))
-    with pytest.raises(ConfigError, match=r"gives no view \['title'\]"):
+    with pytest.raises(ConfigError, match=r"has no view \['title'\]"):
         job.run_documents(
             EncodeConfig(views=("title", "summary")),
             dataset=dataset.uri,
