@@ -60,7 +60,7 @@ class Encoder:
         self._budget = min(token_budget, MAX_CPU_TOKENS) if device.type == "cpu" else token_budget
         self.tower = tower.eval()
         cast_parameters(self.tower.backbone, compute_dtype(precision, device))
-        self.tower.to(device)  # after the cast: else the device would hold both, at least twice the bytes
+        self.tower.to(device)  # after the cast: before it, the device would hold both versions
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
         self._shape = model_shape(tower.backbone)

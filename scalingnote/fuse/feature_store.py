@@ -230,8 +230,7 @@ class SqliteStore(FeatureStore):
             try:
                 opened = sqlite3.connect(self._path, timeout=WRITER_TIMEOUT_S, isolation_level=None)
                 opened.execute("PRAGMA journal_mode=WAL")
-                # A crash of the machine may lose the last batches, but never a part of one. A replay
-                # restores them.
+                # A crash of the machine may lose the last batches, which a replay restores; no batch is torn.
                 opened.execute("PRAGMA synchronous=NORMAL")
                 opened.executescript(SQLITE_SCHEMA)
             except sqlite3.Error as error:

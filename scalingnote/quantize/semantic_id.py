@@ -92,7 +92,7 @@ class CodeRange(NamedTuple):
         start, stop = 0, len(self.suffix)
         for column, code in zip(self.codes, prefix, strict=False):
             within = column[start:stop]
-            key = np.uint16(code)  # of the column's type, because numpy would else convert the column
+            key = np.uint16(code)  # of the column's type: otherwise numpy would convert the column
             start, stop = (
                 start + int(np.searchsorted(within, key, "left")),
                 start + int(np.searchsorted(within, key, "right")),
@@ -198,7 +198,7 @@ class SemanticIds:
         for piece in self._by_code.pieces(codes):  # more than one if very many documents share the codes
             if suffix > np.iinfo(piece.suffix.dtype).max:
                 break
-            # A number of the column's type, because numpy would else convert the column.
+            # A number of the column's type: otherwise numpy would convert the column.
             place = int(np.searchsorted(piece.suffix, piece.suffix.dtype.type(suffix)))
             if place < len(piece.suffix) and piece.suffix[place] == suffix:
                 return str(piece.doc_ids[place].as_py())

@@ -22,7 +22,7 @@ SIZES = [300, 150, 250]
 
 @pytest.fixture(scope="module")
 def rows() -> list[tuple[tuple[int, ...], int, str]]:
-    """Codes, suffix and document, sorted: the expected answers of the reader."""
+    """Return a list that `ids` fills with codes, suffix and document, sorted: the expected answers."""
     return []
 
 

@@ -125,7 +125,7 @@ def candidate_keys(
     (``candidate_keys_kept``), a :func:`key_filter` that excludes most keys that no query owns.
 
     `ties` sort equally strong candidates; the default is hashes of `ids`. If ids depend on the number of
-    buckets, pass hashes of the queries, because else the result would depend on it, too.
+    buckets, pass hashes of the queries: otherwise the result would depend on it, too.
     """
     ties = mix_bits(ids) if ties is None else ties
     ranked = _best_first(scores, ids)

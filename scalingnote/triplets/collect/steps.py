@@ -184,8 +184,8 @@ def candidates(item: Bucket, *, context: CollectContext, config: AssociationConf
     # Numbers depend on the number of buckets; ties must not.
     ties = shuffle.hash_of(context.read(in_bucket(bucket, "queries"))["query_id"])
     keys, counts = association.candidate_keys(scores, numbers, config=config, ties=ties, owned=key_bits)
-    # A query without click triplets has none to transfer by clicks. For relevance all queries must emit
-    # their keys, because such an association needs both directions.
+    # A query without click triplets has none to transfer by clicks. For relevance all queries must emit their
+    # keys, because such an association needs both directions.
     one_hop = context.read(in_bucket(bucket, "one_hop"))
     clicked_rows = pc.unique(one_hop.filter(pc.equal(one_hop["source"], "click"))["row"]).to_numpy()
     useless = (keys["kind"].to_numpy() == association.CLICK) & ~np.isin(
@@ -239,7 +239,7 @@ class QueryWriting:
         self._context, self._generate = context, QueryGenerator(config)
 
     def __call__(self, item: Bucket) -> Counts:
-        """Generate queries for all queries of one bucket, with triplets or without."""
+        """Generate queries from all queries of one bucket, with triplets or without."""
         context, bucket = self._context, item[1]
         generated, counts = self._generate(read_queries(bucket, context))
         if context.config.decontamination:

@@ -264,8 +264,8 @@ def multi_hop_candidates(
     """Make MULTI_HOP rows: for each pair's query, the ONE_HOP triplets of `source` of the pair's associate.
 
     `associates` are rows of `query_ids`; `queries` may have any numbering and are copied to ``row``. Only the
-    `limit` triplets of an associate with the smallest seeded hashes are used, because else a popular
-    associate could fill the memory. Return also the number of rows that this left out.
+    `limit` triplets of an associate with the smallest seeded hashes are used: otherwise a popular associate
+    could fill the memory. Return also the number of rows that this left out.
     """
     triplets = triplets.filter(pc.equal(triplets["source"], source))
     # By query_id, not by row: rows change with the number of buckets.

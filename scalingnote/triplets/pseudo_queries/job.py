@@ -217,7 +217,7 @@ def merge_bucket(item: tuple[int, int], *, context: TextContext) -> JsonRecord:
     excluded = pc.is_in(distinct["key"], value_set=held_out["key"].combine_chunks())
     allowed = distinct.filter(pc.invert(excluded))
     numbers = shuffle.hash_of(allowed["key"])
-    # Sorted by hash, because else texts with equal first words would be in one part.
+    # Sorted by hash: in the order of keys, texts with equal first words would be in one part.
     order = np.argsort(numbers, kind="stable")
     columns = {name: allowed[f"{name}_first"] for name in names}
     ids = pa.array([f"text {number:016x}" for number in numbers.tolist()], pa.string())
