@@ -1,1 +1,1 @@
-"""Text to embeddings, offline over millions of documents and online for one query."""
+"""Embeddings of texts, offline for millions of documents and online for one query."""

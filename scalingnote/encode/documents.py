@@ -2,14 +2,14 @@
 
     documents ─tokenise─► token rows ─tower─► embeddings, terms ─► embeddings/part-*.parquet
 
-With a base, only documents that changed since earlier embeddings are encoded, and the others copied:
+With a base, only documents that changed since earlier embeddings are encoded, and the others are copied:
 
     earlier embeddings ─scatter─┐
                                 ├─► buckets of doc_ids ─compare─► groups of parts ─► rows each part copies
     documents ─────────scatter──┘                          └───► changes: added, changed, deleted
 
-A document is unchanged if its content hash is, in any part. Memory is bounded by a slice while hashes are
-scattered, then by a bucket or a group. A repeated step writes the same files again.
+A document is unchanged if its content hash is unchanged; it may be in another part. Memory is bounded by a
+slice while hashes are scattered, then by a bucket or a group. A repeated step writes the same files again.
 """
 
 import functools
@@ -47,11 +47,11 @@ LoadPrompt = Callable[[Artifact], DocumentPrompt]
 
 
 class TokenisedPart(NamedTuple):
-    """Documents, as a tower reads them."""
+    """Documents of a part, as token rows."""
 
-    documents: pa.Table  # that can be encoded, without their texts
-    rows: list[TokenRow]  # of each of them
-    rejected: Rejections  # the others
+    documents: pa.Table  # those that can be encoded, without their texts
+    rows: list[TokenRow]  # one for each of them
+    rejected: Rejections  # the other documents
 
 
 def encode_documents(
@@ -65,15 +65,15 @@ def encode_documents(
 ) -> Artifact:
     """Build the artifact `embeddings`, in the order and parts of the dataset.
 
-    They have length 1, but where the towers compare by dot their own; the manifest says `similarity`.
+    Embeddings have length 1, unless the towers compare by dot. The manifest records `similarity`.
 
     Args:
         config: views, precision, base.
         dataset: URI of the dataset.
-        towers: the artifact whose document tower, or cross-encoder, encodes.
+        towers: artifact with the document tower, or the cross-encoder, that encodes.
         output: URI of the artifact.
-        load_encoder: loads what encodes token rows, once in each worker; None: the config's engine.
-        load_prompt: loads what makes token rows of texts.
+        load_encoder: loads the engine that encodes token rows, once in each worker; None: that of the config.
+        load_prompt: loads the prompt that makes token rows of texts.
 
     Raises:
         ConfigError: the towers lack a view, or the engine cannot encode with them.
@@ -105,7 +105,7 @@ def encode_documents(
 
 
 def _rejections_of_part(record: PartRecord, source: Artifact) -> Rejections:
-    """The documents of a part that could not be encoded."""
+    """Return rejections of all documents of a part that was set aside."""
     if "set_aside" not in record:
         return []
     reason = f"its part could not be encoded: {record['set_aside'].strip().splitlines()[-1]}"
@@ -114,9 +114,10 @@ def _rejections_of_part(record: PartRecord, source: Artifact) -> Rejections:
 
 
 def write_rejected(draft: Draft, records: Sequence[PartRecord], rejected: Rejections) -> dict[str, int]:
-    """Write the table of documents that are not encoded; returns the counts of all, and warns of cut ones.
+    """Write the table of documents that are not encoded; return the counts of all, and warn of cut ones.
 
-    DataError if no document is encoded.
+    Raises:
+        DataError: no document is encoded.
     """
     documents = sum(record["part"]["rows"] for record in records)
     if not documents:
@@ -130,28 +131,28 @@ def write_rejected(draft: Draft, records: Sequence[PartRecord], rejected: Reject
 
 
 def tower_similarity(towers: Artifact) -> Similarity:
-    """How search compares the embeddings of an artifact's document tower, or of a cross-encoder's proxies."""
+    """Return how search compares embeddings of a document tower, or of a cross-encoder's proxies."""
     if towers.manifest.kind == "cross_encoder":
         return "dot" if towers.manifest.config["temperature"] is None else "cosine"
-    named = "document/config_sentence_transformers.json"
-    facts = towers.read_json(named) if named in towers.names("document/") else {}
+    name = "document/config_sentence_transformers.json"
+    facts = towers.read_json(name) if name in towers.names("document/") else {}
     return "dot" if facts.get("similarity_fn_name") == "dot" else "cosine"
 
 
 def _open_base(config: EncodeConfig, towers: Artifact) -> Artifact:
-    """Earlier embeddings to update; ArtifactError if the same documents would be encoded differently now."""
+    """Open earlier embeddings; raise ArtifactError if the same documents would be encoded differently now."""
     base = open_artifact(fs.absolute(str(config.base)), kind="embeddings")  # workers open it, too
-    made_by = base.manifest.parents.get(towers.manifest.kind, {}).get("digest")
+    encoder_digest = base.manifest.parents.get(towers.manifest.kind, {}).get("digest")
     names = ("engine", "views", "dtype", "top_k")
     settings = {"engine": "own"} | {k: v for k, v in base.manifest.config.items() if k in names}
     wanted = {name: value for name, value in dump(config).items() if name in names}
-    if made_by != towers.digest:
+    if encoder_digest != towers.digest:
         raise ArtifactError(
             f"{base.uri} was encoded by another {towers.manifest.kind} than {towers.uri}: "
             "set encode.base to null"
         )
     if settings != wanted:
-        raise ArtifactError(f"{base.uri} was encoded with {settings}, not {wanted}: set encode to the same")
+        raise ArtifactError(f"{base.uri} was encoded with {settings}, not {wanted}: use the same settings")
     return base
 
 
@@ -164,7 +165,7 @@ def read_documents(
     base: Artifact | None,
     folder: str,
 ) -> tuple[TokenisedPart, pa.Table | None]:
-    """Input of a part of embeddings: documents to encode, and embeddings to copy."""
+    """Read the input of a part of embeddings: documents to encode, and embeddings to copy."""
     part = _documents_part(name)
     documents = source.table(part, DOCUMENT_COLUMNS)
     documents = documents.append_column(schema.CONTENT_HASH, content_hashes(documents))
@@ -172,8 +173,8 @@ def read_documents(
     copies = None
     if base is not None:
         copies = read_copies(part, folder=folder, base=base)
-        same = pc.is_in(documents["row"], value_set=copies["row"].combine_chunks())
-        documents = documents.filter(pc.invert(same))
+        is_copied = pc.is_in(documents["row"], value_set=copies["row"].combine_chunks())
+        documents = documents.filter(pc.invert(is_copied))
     return tokenise(documents, _prompt(load_prompt, towers.uri, towers.manifest.kind)), copies
 
 
@@ -183,23 +184,23 @@ def _prompt(load: LoadPrompt, uri: str, kind: str) -> DocumentPrompt:
 
 
 def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> TokenisedPart:
-    """Token rows of documents: a table with doc_id, title, topic, content, and any other columns.
+    """Tokenise documents: a table with doc_id, title, topic, content, and any other columns.
 
     null is an empty text.
     """
-    found = prompt.rows(*document_fields(documents))
-    rows = [row for row in found if isinstance(row, TokenRow)]
-    encodable = pa.array([isinstance(row, TokenRow) for row in found], pa.bool_())
+    token_rows = prompt.rows(*document_fields(documents))
+    rows = [row for row in token_rows if isinstance(row, TokenRow)]
+    encodable = pa.array([isinstance(row, TokenRow) for row in token_rows], pa.bool_())
     rejected = [
         {"table": "documents", "row": doc_id, "reason": str(row)}
-        for doc_id, row in zip(documents["doc_id"].to_pylist(), found, strict=True)
+        for doc_id, row in zip(documents["doc_id"].to_pylist(), token_rows, strict=True)
         if isinstance(row, DataError)
     ]
     return TokenisedPart(documents.drop_columns(TEXT_COLUMNS).filter(encodable), rows, rejected)
 
 
 class DocumentPartEncoder:
-    """Encodes parts of documents, in a worker."""
+    """Worker that encodes parts of documents."""
 
     def __init__(self, *, config: EncodeConfig, towers: Artifact, load_encoder: LoadEngine) -> None:
         self._config = config
@@ -208,7 +209,7 @@ class DocumentPartEncoder:
         self.peak = self._encoder.peak()
 
     def __call__(self, _: str, part: tuple[TokenisedPart, pa.Table | None]) -> EncodedPart:
-        """Embeddings of a part, with the copied ones in their rows."""
+        """Encode a part; the copied embeddings are put in their rows."""
         (documents, rows, rejected), copies = part
         encoding = self._encoder.encode_with_cost(rows, top_k=self._config.top_k)
         views: list[str] = list(self._config.views)
@@ -229,7 +230,7 @@ class DocumentPartEncoder:
 
 
 def embeddings_part(part: str) -> str:
-    """The part of embeddings of a part of documents."""
+    """Return the name of the part of embeddings of a part of documents."""
     return part.replace("documents/", "embeddings/", 1)
 
 
@@ -239,7 +240,7 @@ def _documents_part(part: str) -> str:
 
 # --- changes since earlier embeddings ---------------------------------------------------------------
 
-MAX_SLICE_ROWS = 1 << 22  # of a slice and of a bucket; about 50 bytes each, since no text is kept
+MAX_SLICE_ROWS = 1 << 22  # of a slice and of a bucket; about 50 bytes each, because no text is kept
 PARTS_PER_GROUP = 64
 HASHED = pa.schema([("doc_id", pa.string()), schema.CONTENT_HASH])
 LOCATED = pa.schema([*HASHED, ("part", pa.int32()), ("row", pa.int32())])
@@ -247,22 +248,22 @@ COPY = pa.schema({name: pa.int32() for name in ("part", "row", "base_part", "bas
 
 
 def content_hashes(documents: pa.Table) -> pa.Array:
-    """A hash of each document's title, topic and content: equal as long as none of them changed."""
+    """Compute a hash of each document's title, topic and content: it changes if one of them changes."""
     hashes = []
     for fields in zip(*(documents[name].to_pylist() for name in TEXT_COLUMNS), strict=True):
-        # Lengths come first, so that moving text from one field to the next changes the hash.
+        # Lengths come first, so that the hash changes if text moves from one field to the next.
         text = b"".join(b"%d:%s" % (len(field), field) for field in map(str.encode, fields))
         hashes.append(hashlib.blake2b(text, digest_size=16).digest())
     return pa.array(hashes, schema.CONTENT_HASH.type)
 
 
 def compare_with_base(source: Artifact, base: Artifact, draft: Draft) -> dict[str, int]:
-    """Find what changed since `base` was encoded, in tasks, and register the table `changes` with the draft.
+    """Find the changes since `base` was encoded, in tasks, and register the table `changes` with the draft.
 
     Args:
         source: the dataset.
         base: earlier embeddings.
-        draft: of the new embeddings; what each part copies is written to its work folder ``base``.
+        draft: of the new embeddings; the rows that each part copies are written to its work folder ``base``.
 
     Returns:
         Numbers of documents ``added``, ``changed``, ``deleted`` and ``copied``.
@@ -274,19 +275,19 @@ def compare_with_base(source: Artifact, base: Artifact, draft: Draft) -> dict[st
     for artifact, table in sides:
         task = partial(scatter_hashes, artifact=artifact, table=table, folder=folder, buckets=buckets)
         run(f"scatter-{table}", task, slices(artifact, table, rows=MAX_SLICE_ROWS))
-    compared = run("compare", partial(compare_bucket, folder=folder, output=draft.uri), range(buckets))
+    comparisons = run("compare", partial(compare_bucket, folder=folder, output=draft.uri), range(buckets))
     groups = range(-(-len(source.table_parts("documents")) // PARTS_PER_GROUP))
-    copied = run("copies", partial(write_copies, source=source, folder=folder), groups)
-    for record in compared:
+    copy_counts = run("copies", partial(write_copies, source=source, folder=folder), groups)
+    for record in comparisons:
         draft.register(record["name"], Part(**record["part"]))
-    counts = {kind: sum(record[kind] for record in compared) for kind in ("added", "changed", "deleted")}
-    counts["copied"] = sum(copied)
+    counts = {kind: sum(record[kind] for record in comparisons) for kind in ("added", "changed", "deleted")}
+    counts["copied"] = sum(copy_counts)
     log.info("since %s: %s", base.uri, ", ".join(f"{count:,} {kind}" for kind, count in counts.items()))
     return counts
 
 
 def scatter_hashes(item: NumberedSlice, *, artifact: Artifact, table: str, folder: str, buckets: int) -> int:
-    """Scatter ids, hashes and locations of a slice of documents or embeddings; returns their number."""
+    """Scatter ids, hashes and locations of a slice of documents or embeddings; return their number."""
     number, parts = item
     part_number = {name: i for i, name in enumerate(artifact.table_parts(table))}
     tables = []
@@ -305,7 +306,8 @@ def scatter_hashes(item: NumberedSlice, *, artifact: Artifact, table: str, folde
 def compare_bucket(item: tuple[int, int], *, folder: str, output: str) -> dict[str, Any]:
     """Compare both sides of a bucket: write changes to the artifact, scatter unchanged rows to groups.
 
-    Returns the file of changes and the number of documents of each kind.
+    Returns:
+        The name and part record of the file of changes, and the number of documents of each kind.
     """
     bucket = item[1]
     now, then = (
@@ -313,18 +315,21 @@ def compare_bucket(item: tuple[int, int], *, folder: str, output: str) -> dict[s
         for table in ("documents", "embeddings")
     )
     at = pc.index_in(now["doc_id"], value_set=then["doc_id"].combine_chunks())
-    before = then.take(at)  # null for a document that was not there
-    known, same = at.is_valid(), pc.fill_null(pc.equal(now["content_hash"], before["content_hash"]), False)
+    before = then.take(at)  # null for a new document
+    existed, is_unchanged = (
+        at.is_valid(),
+        pc.fill_null(pc.equal(now["content_hash"], before["content_hash"]), False),
+    )
     columns = [now["part"], now["row"], before["part"], before["row"]]
-    copy = pa.table(columns, schema=COPY).filter(same)
+    copy = pa.table(columns, schema=COPY).filter(is_unchanged)
     group = np.asarray(copy["part"]).astype(np.int64) // PARTS_PER_GROUP
     shuffle.scatter(copy, group, target=fs.join(folder, "copies"), name=f"{bucket:05d}")
 
-    gone = pc.invert(pc.is_in(then["doc_id"], value_set=now["doc_id"].combine_chunks()))
+    is_deleted = pc.invert(pc.is_in(then["doc_id"], value_set=now["doc_id"].combine_chunks()))
     kinds = {
-        "added": now["doc_id"].filter(pc.invert(known)),
-        "changed": now["doc_id"].filter(pc.and_not(known, same)),
-        "deleted": then["doc_id"].filter(gone),
+        "added": now["doc_id"].filter(pc.invert(existed)),
+        "changed": now["doc_id"].filter(pc.and_not(existed, is_unchanged)),
+        "deleted": then["doc_id"].filter(is_deleted),
     }
     changes = pa.concat_tables(
         pa.table([ids, pa.array([kind] * len(ids), pa.string())], schema=schema.CHANGES)
@@ -336,7 +341,7 @@ def compare_bucket(item: tuple[int, int], *, folder: str, output: str) -> dict[s
 
 
 def write_copies(item: tuple[int, int], *, source: Artifact, folder: str) -> int:
-    """Write which rows each part of a group copies; returns their number."""
+    """Write the rows that each part of a group copies; return their number."""
     copies = shuffle.gather(fs.join(folder, "copies"), item[1], schema=COPY)
     copies = copies.sort_by([("part", "ascending"), ("row", "ascending")])
     parts = source.table_parts("documents")
@@ -348,7 +353,7 @@ def write_copies(item: tuple[int, int], *, source: Artifact, folder: str) -> int
 
 
 def read_copies(part: str, *, folder: str, base: Artifact) -> pa.Table:
-    """What a part of documents copies from `base`: columns of its embeddings, and ``row``, their place."""
+    """Read the rows of `base` that a part of documents copies: its columns, and ``row``, the new place."""
     parts = base.table_parts("embeddings")
     layout = pq.read_schema(base.open(parts[0])).append(COPY.field("row"))
     tables = [layout.empty_table()]

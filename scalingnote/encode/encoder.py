@@ -1,4 +1,4 @@
-"""Encoder of texts with a transformer tower, for offline jobs, evaluation and serving."""
+"""Encoder of texts by a transformer tower, for offline jobs, evaluation and serving."""
 
 import copy
 from collections import deque
@@ -34,7 +34,10 @@ log = get_logger("encode")
 
 
 class Encoder:
-    """A trained tower, ready to encode. Weights are converted once: autocast would do it in every call."""
+    """A trained tower, ready to encode.
+
+    Weights are converted to the precision once: autocast would convert them in every call.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class Encoder:
         self._budget = min(token_budget, MAX_CPU_TOKENS) if device.type == "cpu" else token_budget
         self.tower = tower.eval()
         cast_parameters(self.tower.backbone, compute_dtype(precision, device))
-        self.tower.to(device)  # cast before: a device would hold both, twice the bytes and more
+        self.tower.to(device)  # after the cast: before it, the device would hold both versions
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
         self._shape = model_shape(tower.backbone)
@@ -71,42 +74,44 @@ class Encoder:
         token_budget: int = 8192,
         precision: Precision = "auto",
     ) -> "Encoder":
-        """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact), or, with `role`, of a
-        published model's. Weights are read in the format they are computed in.
+        """Load the encoder of a tower's folder, or, with `role`, of a published model's folder.
+
+        A tower's folder is ``query/`` or ``document/`` of an artifact. Weights are read in the precision of
+        the computation.
         """
         dtype = compute_dtype(precision, default_device())
         return cls(load_tower(folder, role, dtype=dtype), token_budget=token_budget, precision=precision)
 
     def with_prefix(self, prefix: str) -> "Encoder":
-        """The same encoder with another text before every text; it shares the weights.
+        """Copy the encoder with another prefix of every text; the copy shares the weights.
 
         Raises:
-            ConfigError: the tower is not that of a published model, or the prefix alone fills its length.
+            ConfigError: the tower is not that of a published model, or the prefix fills its length by itself.
         """
-        made = copy.copy(self)
-        made.tower = with_prefix(self.tower, prefix)
-        return made
+        encoder = copy.copy(self)
+        encoder.tower = with_prefix(self.tower, prefix)
+        return encoder
 
     def query_rows(self, queries: Sequence[str]) -> list[TokenRow]:
-        """Token rows of queries. An empty query has its end token alone.
+        """Tokenise queries. The row of an empty query has only the end token.
 
         Raises:
             ConfigError: this is a document tower.
-            DataError: a query is no text.
+            DataError: a query is not a text.
         """
         return self._query_prompt().rows(checked_texts(queries, name="query"))
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
-        """Query embeddings, not normalised. ConfigError for a document tower."""
+        """Encode queries, without normalisation; raise ConfigError for a document tower."""
         return self.encode(self.query_rows(queries))[:, 0]
 
     def encode_tokens(self) -> Float[ndarray, "vocabulary dim"]:
-        """Embeddings of queries of one token, for every token of the vocabulary; not normalised."""
+        """Encode each token of the vocabulary as a query of one token, without normalisation."""
         prompt = self._query_prompt()
         return self.encode([prompt.row([token]) for token in range(prompt.tokenizer.get_vocab_size())])[:, 0]
 
     def encode_documents(self, documents: pa.Table) -> dict[str, Float[ndarray, "docs dim"]]:
-        """Embeddings of documents by view, not normalised.
+        """Encode documents, without normalisation; return embeddings by view.
 
         Args:
             documents: a table with title, topic and content; null is an empty text.
@@ -122,7 +127,7 @@ class Encoder:
         return views
 
     def encode_token_ids(self, texts: Sequence[Sequence[int]]) -> Float[ndarray, "texts views dim"]:
-        """Embeddings of queries, or of documents' contents, given by token ids; not normalised.
+        """Encode queries, or contents of documents, from token ids, without normalisation.
 
         Args:
             texts: ids of the tower's tokenizer without special tokens; long texts are truncated.
@@ -141,24 +146,24 @@ class Encoder:
     def encode_rows(
         self, documents: pa.Table
     ) -> tuple[dict[str, Float[ndarray, "docs dim"]], dict[int, str]]:
-        """View -> embeddings of the documents that can be encoded, in order; row -> reason for the others."""
+        """Encode the valid documents: view -> embeddings, in order; and row -> reason for the others."""
         rows = self.document_rows(documents)
         problems = {i: str(row) for i, row in enumerate(rows) if not isinstance(row, TokenRow)}
         encoded = self.encode([row for row in rows if isinstance(row, TokenRow)])
         return {view: encoded[:, i] for i, view in enumerate(self.views)}, problems
 
     def document_rows(self, documents: pa.Table) -> list[TokenRow | DataError]:
-        """Token rows of documents, and errors in place of those that cannot be encoded."""
+        """Tokenise documents; errors are in the places of those that cannot be encoded."""
         if not isinstance(self.tower.prompt, DocumentPrompt):
             raise ConfigError("this is a query tower: it cannot encode documents")
         return self.tower.prompt.rows(*document_fields(documents))
 
     def encode(self, rows: Sequence[TokenRow]) -> Float[ndarray, "rows views dim"]:
-        """Embeddings of token rows, not normalised."""
+        """Encode token rows, without normalisation."""
         return self._forward(rows, None)[0]
 
     def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
-        """Embeddings of token rows, with a sparse head their `top_k` terms of largest weight, and cost."""
+        """Encode token rows, with a sparse head also to `top_k` terms of largest weight; measure the cost."""
         terms = TopTerms.empty(len(rows), top_k) if self.tower.sparse else None
         embeddings, padded = self._forward(rows, terms, count=usage.count_rows)
         lengths = [len(row.ids) for row in rows]
@@ -168,10 +173,12 @@ class Encoder:
     def _forward(
         self, rows: Sequence[TokenRow], terms: TopTerms | None, *, count: Callable[[int], None] | None = None
     ) -> tuple[Float[ndarray, "rows views dim"], int]:
-        """Embeddings and computed tokens, padding included; fills `terms` if given, `count`s rows of a batch.
+        """Compute embeddings; return also the number of computed tokens, with padding.
 
-        Batches are not synchronised: a GPU computes while the CPU prepares the next batch. Those that take
-        more memory than it has are halved.
+        `terms` is filled unless it is None; `count` is called with the number of rows after each batch.
+
+        Batches are not synchronised: a GPU computes while the CPU prepares the next batch. Batches that need
+        more memory than the GPU has are halved.
         """
         out = torch.empty(len(rows), len(self.views), self.dim, device=self._device, dtype=torch.float32)
         packed, padded = self.tower.packs, 0
@@ -179,21 +186,21 @@ class Encoder:
         waiting = deque(by_tokens(lengths, budget=self._budget, packed=packed))
         while waiting:
             chosen = waiting.popleft()
-            several = len(chosen) > 1  # a single row, as of a query that arrives alone, has no pads to save
+            several = len(chosen) > 1  # a single row, for example an online query, has no pads to save
             batch = collate([rows[i] for i in chosen], pad=self.tower.pad, packed=packed and several)
             try:
                 self._read_batch(batch, chosen, out, terms)
             except torch.OutOfMemoryError:
                 if not several:
                     raise
-                # Handled below: the exception keeps the tensors that filled the memory.
+                # Handled below, because the exception keeps the tensors that filled the memory.
             else:
                 padded += batch.ids.numel()
                 if count is not None:
                     count(len(chosen))
                 continue
             torch.cuda.empty_cache()
-            # The batches behind it have as many tokens: all are halved, and only for these rows.
+            # The next batches have as many tokens: all are halved, but only for these rows.
             waiting = deque(
                 half for each in (chosen, *waiting) for half in np.array_split(each, 2) if len(half)
             )
@@ -203,7 +210,7 @@ class Encoder:
     def _read_batch(
         self, batch: Batch, chosen: Int[ndarray, " batch"], out: torch.Tensor, terms: TopTerms | None
     ) -> None:
-        """Write the embeddings of a batch to the chosen rows of `out`, and its terms to `terms` if given."""
+        """Write the embeddings of a batch to the chosen rows of `out`, and its terms to `terms` if passed."""
         batch = batch.to(self._device)
         at = torch.from_numpy(chosen).to(self._device, non_blocking=True)
         if terms is None:
@@ -213,7 +220,7 @@ class Encoder:
             terms.put(chosen, *(part.cpu().numpy() for part in strongest(weights, terms.terms.shape[1])))
 
     def peak(self) -> float:
-        """FLOPs per second of large matrix products on this device, in this precision."""
+        """Measure FLOPs per second of large matrix products on this device, in this precision."""
         return matmul_peak(self._device, next(self.tower.backbone.parameters()).dtype)
 
     def _query_prompt(self) -> QueryPrompt:
@@ -225,12 +232,12 @@ class Encoder:
 def by_tokens(
     lengths: Sequence[int], *, budget: int, packed: bool = False
 ) -> Iterator[Int[ndarray, " rows"]]:
-    """Batches of rows of similar length within a token budget, so that a forward pass has little padding.
+    """Divide rows into batches of similar length within a token budget, so that there is little padding.
 
     Args:
         lengths: tokens of each row.
         budget: maximum tokens of a batch: rows times the longest, or, if `packed`, the sum of lengths. A
-            longer row is a batch of its own.
+            longer row is a separate batch.
         packed: whether the batches have no padding.
 
     Yields:

@@ -1,14 +1,15 @@
-"""The stages teacher and encode where the model is behind HTTP: each text is asked for once.
+"""The stages teacher and encode if the model is behind HTTP: each text is requested once.
 
     ask    texts ─► batches by tokens ─► requests, several at once ─► a file for each answer
     read   texts ─► their vectors in those files
 
-No worker is started, threads wait. All texts of a stage are in memory, their vectors a part at a time.
+No workers are started: threads wait for answers. All texts of a stage are in memory, but the vectors of only
+one part at a time.
 
-A provider charges for each text, so an answer is a file before its vectors are used: a run after a kill asks
-for the other texts only. Answers lie beside the artifacts of the stage, so that other settings of a run, as
-more texts, ask for new texts only. A batch that is refused is halved; a text that is refused alone, or has a
-vector that search cannot use, is set aside with the reason.
+A provider charges for each text, so an answer is stored in a file before its vectors are used: a run after a
+kill requests only the other texts. Answers are stored next to the artifacts of the stage, so that a run with
+other settings, for example with more texts, requests only new texts. A batch that is refused is halved. A
+text that is refused by itself, or has a vector that search cannot use, is set aside with the reason.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table, write_table
 from scalingnote.storage.schema import DOCUMENT_COLUMNS, INDEXED_VIEW
 
-BYTES_PER_TOKEN = 4  # of UTF-8: English 4 to 5, Chinese 3 to 4 by the tokenizers of current models
+BYTES_PER_TOKEN = 4  # of UTF-8: English 4 to 5, Chinese 3 to 4 with the tokenizers of current models
 BATCH_TEXTS, TEI_BATCH_TEXTS = 256, 32  # of a request; TEI refuses more by default
 log = get_logger("encode")
 
@@ -43,7 +44,8 @@ def run_queries(config: EndpointConfig, *, pseudo_queries: str, output: str) -> 
     """Build the artifact `query_embeddings` of pseudo-queries; texts that are set aside are in `rejected`.
 
     Raises:
-        ConfigError, EndpointError: as :meth:`Endpoint.ask`; or no text has a vector.
+        ConfigError: :meth:`Endpoint.ask` raises it.
+        EndpointError: :meth:`Endpoint.ask` raises it, or no text has a vector.
     """
     source = open_artifact(pseudo_queries, kind="pseudo_queries")
     draft = Draft(output, kind="query_embeddings", config=config, parents={"pseudo_queries": source})
@@ -65,7 +67,8 @@ def run_documents(config: EndpointConfig, *, dataset: str, output: str) -> Artif
     """Build the artifact `embeddings` of a dataset's documents, each as ``title content``, of length 1.
 
     Raises:
-        ConfigError, EndpointError: as :func:`run_queries`.
+        ConfigError: see :func:`run_queries`.
+        EndpointError: see :func:`run_queries`.
     """
     source = open_artifact(dataset, kind="dataset")
     draft = Draft(output, kind="embeddings", config=config, parents={"dataset": source})
@@ -74,8 +77,8 @@ def run_documents(config: EndpointConfig, *, dataset: str, output: str) -> Artif
 
     def columns(part: pa.Table, vectors: np.ndarray) -> pa.Table:
         layout = schema.embeddings([INDEXED_VIEW], vectors.shape[1])
-        found = arrow.to_arrow(arrow.l2_normalize(vectors))
-        return pa.table([part["doc_id"], content_hashes(part), found], schema=layout)
+        vectors_column = arrow.to_arrow(arrow.l2_normalize(vectors))
+        return pa.table([part["doc_id"], content_hashes(part), vectors_column], schema=layout)
 
     tables = {
         embeddings_part(name): source.table(name, DOCUMENT_COLUMNS)
@@ -84,7 +87,7 @@ def run_documents(config: EndpointConfig, *, dataset: str, output: str) -> Artif
     texts = {}
     for name, table in tables.items():
         titles, _, contents = document_fields(table)
-        texts[name] = [" ".join(filter(None, both)) for both in zip(titles, contents, strict=True)]
+        texts[name] = [" ".join(filter(None, fields)) for fields in zip(titles, contents, strict=True)]
     return _build(draft, config, "document", tables, texts, columns)
 
 
@@ -96,47 +99,47 @@ def _build(
     texts: dict[str, list[str]],
     columns: Callable[[pa.Table, np.ndarray], pa.Table],
 ) -> Artifact:
-    """Ask for the texts of all parts, then write each part's rows that have a vector."""
+    """Request the texts of all parts, then write the rows of each part that have a vector."""
     kind, id_column = ("queries", "query_id") if role == "query" else ("documents", "doc_id")
     endpoint = Endpoint(config, fs.join(draft.uri.rsplit("/", 1)[0], "answers"), role)
     usage = endpoint.ask([text for part in texts.values() for text in part])
-    rows, rejected = 0, []
+    total, rejected = 0, []
     for name, table in tables.items():
         vectors, problems = endpoint.read(texts[name])
         ids = table[id_column]
         rejected += [{"table": kind, "row": ids[n].as_py(), "reason": why} for n, why in problems.items()]
-        kept = np.setdiff1d(np.arange(len(table)), [*problems])
-        if len(kept):
-            draft.write_table(name, columns(table.take(pa.array(kept)).combine_chunks(), vectors[kept]))
-        rows += len(kept)
-    if not rows:
+        rows = np.setdiff1d(np.arange(len(table)), [*problems])
+        if len(rows):
+            draft.write_table(name, columns(table.take(pa.array(rows)).combine_chunks(), vectors[rows]))
+        total += len(rows)
+    if not total:
         raise EndpointError(f"no text has a vector: {rejected[:1]}")
     if rejected:
         log.warning("%s %s are set aside: %s", f"{len(rejected):,}", kind, rejected[0]["reason"])
     draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
-    counts = {kind: rows, "rejected": len(rejected)}
+    counts = {kind: total, "rejected": len(rejected)}
     return draft.commit(counts=counts, similarity="cosine", endpoint=usage)
 
 
 class Endpoint:
-    """Asks an endpoint for the embeddings of queries or of documents."""
+    """Embeddings of queries or of documents from an endpoint, with stored answers."""
 
     def __init__(self, config: EndpointConfig, answers: str, role: Role) -> None:
-        """Find what was answered before.
+        """Read the index of stored answers.
 
         Args:
             config: the endpoint.
-            answers: URI of a folder of answers: texts in it are not asked for again.
-            role: of the texts; chooses their prefix, and the fields of requests.
+            answers: URI of a folder of answers: texts in it are not requested again.
+            role: of the texts; determines their prefix, and the fields of requests.
         """
         fields = config.query_fields if role == "query" else config.document_fields
         self._prefix = config.query_prefix if role == "query" else config.document_prefix
         self._config, self._client = config, EndpointClient(config, fields)
-        # Answers of another model, or to other fields, are never mixed in.
+        # Answers of another model, or to other fields, are stored in another folder.
         facts = json.dumps([config.address, config.model, fields], sort_keys=True)
         self._folder = fs.join(answers, hashlib.sha256(facts.encode()).hexdigest()[:16])
         self._lock = threading.Lock()
-        self._places: dict[bytes, tuple[str, int]] = {}  # file and row of each text that was answered
+        self._places: dict[bytes, tuple[str, int]] = {}  # file and row of the vector of each text
         self._problems: dict[bytes, str] = {}  # of texts that were set aside
         self._dim: int | None = None
         names = [name for name in fs.list_files(self._folder) if name.endswith(".arrow")]
@@ -144,11 +147,11 @@ class Endpoint:
             self._register(name, answer)
 
     def ask(self, texts: Sequence[str]) -> dict[str, int]:
-        """Ask for the texts that no answer is known of, each distinct one once; returns what it took.
+        """Request the texts without a stored answer, each distinct text once; return the usage.
 
         Raises:
-            ConfigError: it would take more requests than `max_requests`.
-            EndpointError: as of :class:`EndpointClient`. What was answered is kept.
+            ConfigError: more requests than `max_requests` are needed.
+            EndpointError: see :meth:`EndpointClient.embed`. Answers that were received are kept.
         """
         distinct = dict.fromkeys(self._prefix + text for text in texts)
         waiting = [text for text in distinct if _digest(text) not in self._places]
@@ -158,7 +161,7 @@ class Endpoint:
         batches = [[first], *self._batches(text for text in waiting if text != first)]
         tokens = sum(map(_tokens, waiting))
         log.info(
-            "%s of %s texts are to be asked for: about %s requests and %s tokens, at %s",
+            "%s of %s texts need requests: about %s requests and %s tokens, at %s",
             *(f"{len(waiting):,}", f"{len(texts):,}", f"{len(batches):,}", f"{tokens:,}"),
             self._config.address,
         )
@@ -166,15 +169,15 @@ class Endpoint:
         if limit is not None and len(batches) > limit:
             raise ConfigError(
                 f"{len(waiting):,} texts take about {len(batches):,} requests and {tokens:,} tokens, and "
-                f"endpoint.max_requests is {limit:,}: raise it, or give fewer texts"
+                f"endpoint.max_requests is {limit:,}: increase it, or pass fewer texts"
             )
         self._ask_all(batches, total=len(waiting))
         return self._client.usage
 
     def _ask_all(self, batches: Sequence[list[str]], *, total: int) -> None:
-        """Ask for batches, of which the first is the shortest text that is not blank, alone.
+        """Request batches; the first batch is only the shortest text that is not blank.
 
-        If that one is refused, the reason is no text but a setting: the others would be refused, too.
+        If it is refused, the reason is a setting and not a text: the others would be refused, too.
         """
         with Progress("encode", total=total, unit="texts of the endpoint") as progress:
             try:
@@ -192,8 +195,8 @@ class Endpoint:
                     threads.shutdown(wait=False, cancel_futures=True)
                     raise
         usage = self._client.usage
-        told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in usage.items())
-        log.info("the endpoint: %s", told)
+        report = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in usage.items())
+        log.info("the endpoint: %s", report)
         if cut := usage.get("cut_texts"):
             log.warning(
                 "%s texts are longer than the endpoint's model reads, %s of %s tokens are lost: "
@@ -202,7 +205,7 @@ class Endpoint:
             )
 
     def read(self, texts: Sequence[str]) -> tuple[Float32[ndarray, "texts dim"], dict[int, str]]:
-        """Vectors of texts that were asked for; and why some, whose rows are 0, have none."""
+        """Read the vectors of requested texts, and the reasons of texts without a vector, with rows of 0."""
         vectors = np.zeros((len(texts), self._dim or 0), np.float32)
         problems: dict[int, str] = {}
         by_file: dict[str, list[tuple[int, int]]] = {}
@@ -225,17 +228,17 @@ class Endpoint:
         batch: list[str] = []
         tokens = 0
         for text in texts:
-            own = _tokens(text)
-            if batch and (len(batch) == most or tokens + own > self._config.batch_tokens):
+            text_tokens = _tokens(text)
+            if batch and (len(batch) == most or tokens + text_tokens > self._config.batch_tokens):
                 yield batch
                 batch, tokens = [], 0
             batch.append(text)
-            tokens += own
+            tokens += text_tokens
         if batch:
             yield batch
 
     def _answer(self, batch: list[str]) -> int:
-        """Ask for a batch, in halves if it is refused, and store the answer; returns the number of texts."""
+        """Request a batch, in halves if it is refused, and store the answer; return the number of texts."""
         try:
             self._store(batch, self._client.embed(batch))
         except RefusedTextsError as error:
@@ -249,22 +252,22 @@ class Endpoint:
         digests = [_digest(text) for text in batch]
         good = np.isfinite(vectors).all(axis=1) & vectors.any(axis=1)
         for row in np.flatnonzero(~good):
-            self._problems[digests[row]] = "the endpoint's vector is 0, or holds what is not a number"
+            self._problems[digests[row]] = "the endpoint's vector is 0, or not all values are finite"
         if good.any():
-            kept = pa.array([digests[row] for row in np.flatnonzero(good)], pa.binary(16))
-            answer = pa.table({"digest": kept, "vector": arrow.to_arrow(vectors[good])})
+            good_digests = pa.array([digests[row] for row in np.flatnonzero(good)], pa.binary(16))
+            answer = pa.table({"digest": good_digests, "vector": arrow.to_arrow(vectors[good])})
             name = f"{hashlib.sha256(b''.join(digests)).hexdigest()[:32]}.arrow"
             self._register(name, answer)
             write_table(fs.join(self._folder, name), answer)
 
     def _register(self, name: str, answer: pa.Table) -> None:
-        """Remember where the vectors of a file are; EndpointError if they have another length."""
+        """Add the vectors of a file to the index; raise EndpointError if they have another length."""
         dim = answer.schema.field("vector").type.list_size
         with self._lock:
             if self._dim not in (None, dim):
                 raise EndpointError(
-                    f"{self._config.address} gave vectors of {self._dim:,} values before, now of {dim:,}: "
-                    f"another model answers; delete {self._folder} if it is meant"
+                    f"{self._config.address} returned vectors of {self._dim:,} values before, now of "
+                    f"{dim:,}: another model answers; delete {self._folder} if this is intended"
                 )
             self._dim = dim
             self._places |= {digest: (name, row) for row, digest in enumerate(answer["digest"].to_pylist())}
@@ -274,7 +277,7 @@ class Endpoint:
 
 
 def _tokens(text: str) -> int:
-    """An estimate before any is counted."""
+    """Estimate the number of tokens of a text."""
     return len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN + 1
 
 

@@ -1,7 +1,8 @@
 """Requests for embeddings over HTTP: OpenAI's ``/v1/embeddings`` or TEI's ``/embed``.
 
-A request that is refused for a while (429, 5xx, no connection) is sent again after the time that the endpoint
-names, or a growing one. What cannot succeed later is an error that says what to change.
+A request that is refused temporarily (429, 5xx, no connection) is retried after the time that the endpoint
+states, or with a growing back-off. A request that cannot succeed later raises an error that states what to
+change.
 """
 
 import base64
@@ -26,30 +27,30 @@ from scalingnote.core.log import get_logger
 from scalingnote.encode.config import EndpointConfig
 
 ENDPOINT_KEY_VARIABLE = "SCALINGNOTE_ENDPOINT_KEY"
-OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"  # sent to hosts of openai.com alone
+OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"  # sent only to hosts of openai.com
 MAX_RETRY_WAIT_S = 60.0
-GIVE_UP_S, GIVE_UP_FIRST_S = 600.0, 15.0  # without an answer for so long; without a first one
+GIVE_UP_S, GIVE_UP_FIRST_S = 600.0, 15.0  # time without an answer; time without a first answer
 WARNING_INTERVAL_S = 10.0  # between lines about a busy endpoint
-TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses that pass
+TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses of requests that may succeed later
 REFUSED_TEXTS = (400, 413, 422)  # too many, too long, or not readable
-SHOWN_ANSWER_CHARS = 300  # of an answer in an error
+SHOWN_ANSWER_CHARS = 300  # of an answer in an error message
 log = get_logger("encode")
 
 
 class RefusedTextsError(Exception):
-    """Texts that the endpoint does not embed together; fewer of them may succeed."""
+    """The endpoint refuses to embed these texts together; fewer texts may succeed."""
 
 
 class EndpointClient:
-    """Sends batches of texts, from any thread.
+    """A client that sends batches of texts, from any thread.
 
     Attributes:
-        usage: requests, texts, tokens as the endpoint counts them, and retries; of an endpoint that says so,
-            as `scalingnote serve` does, `cut_texts`, which it has not read whole, and their `lost_tokens`.
+        usage: requests, texts, tokens as the endpoint counts them, and retries. If the endpoint reports them,
+            like `scalingnote serve`, also `cut_texts`, which it has not read completely, and `lost_tokens`.
     """
 
     def __init__(self, config: EndpointConfig, fields: dict[str, Any]) -> None:
-        """`fields` are added to the body of every request."""
+        """Create a client; `fields` are added to the body of every request."""
         self._config, self._fields = config, fields
         self.usage = dict.fromkeys(("requests", "texts", "tokens", "retries"), 0)
         self._key_variable = _key_variable(config.address)
@@ -58,16 +59,16 @@ class EndpointClient:
         self._has_answered, self._last_answer, self._last_warning = False, time.monotonic(), 0.0
 
     def stop(self) -> None:
-        """End the threads that wait for a busy endpoint."""
+        """Stop the threads that wait for a busy endpoint."""
         self._stop.set()
 
     def embed(self, texts: list[str]) -> Float32[ndarray, "texts dim"]:
-        """Vectors of texts, as the endpoint gives them, in their order.
+        """Request the vectors of texts, in their order, not normalised.
 
         Raises:
             RefusedTextsError: the texts are too many, too long, or not readable.
-            EndpointError: it refuses the key or the model, answers with something else, or not at all; or
-                `max_requests` are done.
+            EndpointError: the endpoint refuses the key or the model, returns no valid answer, or does not
+                answer; or `max_requests` requests were sent.
         """
         delay_s = 0.5
         while True:
@@ -79,7 +80,7 @@ class EndpointClient:
                 if silent_s > (GIVE_UP_S if self._has_answered else GIVE_UP_FIRST_S):
                     raise EndpointError(
                         f"{self._config.address} has not answered for {silent_s:.0f} s ({error}): check the "
-                        "URL; what it answered is kept, run the same command again to go on"
+                        "URL; received answers are kept, run the same command again to continue"
                     ) from None
                 self._count_retry(wait_s, error)
                 if self._stop.wait(wait_s):
@@ -93,7 +94,7 @@ class EndpointClient:
             is_quiet = now - self._last_warning > WARNING_INTERVAL_S
             self._last_warning = now if is_quiet else self._last_warning
         if is_quiet:
-            log.warning("%s: asking again in %.1f s (%s)", self._config.address, wait_s, error)
+            log.warning("%s: retry in %.1f s (%s)", self._config.address, wait_s, error)
 
     def _body(self, texts: list[str]) -> dict[str, Any]:
         if self._config.is_tei:
@@ -102,13 +103,13 @@ class EndpointClient:
         return {"model": self._config.model, "input": texts, **form, **self._fields}
 
     def _post(self, body: dict[str, Any]) -> Any:
-        """The parsed answer of a request."""
+        """Send a request; return the parsed answer."""
         with self._lock:
             limit = self._config.max_requests
             if limit is not None and self.usage["requests"] >= limit:
                 raise EndpointError(
-                    f"endpoint.max_requests is {limit:,}, and as many are done: what was answered is kept, "
-                    "run the same command again to go on"
+                    f"endpoint.max_requests is {limit:,}, and this number of requests was sent: received "
+                    "answers are kept, run the same command again to continue"
                 )
             self.usage["requests"] += 1
         headers = {"content-type": "application/json"}
@@ -136,37 +137,37 @@ class EndpointClient:
             return EndpointError(f"{address} {how} ({refused.code}: {text})")
         if refused.code == 404:
             model = self._config.model
-            return EndpointError(f"{address} has no model {model!r}, or is no such URL (404: {text})")
+            return EndpointError(f"{address} has no model {model!r}, or the URL is wrong (404: {text})")
         if refused.code not in REFUSED_TEXTS:
             return EndpointError(f"{address} refuses with {refused.code}: {text}")
         if self._base64 and "encoding_format" in text:
             self._base64 = False  # vectors come as numbers
-            return _BusyError("it gives no base64")
+            return _BusyError("it does not support base64")
         return RefusedTextsError(f"{refused.code}: {text}")
 
     def _vectors(self, count: int, answer: Any) -> Float32[ndarray, "texts dim"]:
-        """The vectors of an answer to `count` texts."""
+        """Parse the vectors of an answer to `count` texts."""
         try:
             rows, counts = answer, {}
             if not self._config.is_tei:
                 rows = [row["embedding"] for row in sorted(answer["data"], key=lambda row: row["index"])]
-                given = answer.get("usage") or {}
-                counts = {"tokens": int(given.get("total_tokens", 0))}
-                counts |= {name: int(given[name]) for name in ("cut_texts", "lost_tokens") if name in given}
+                usage = answer.get("usage") or {}
+                counts = {"tokens": int(usage.get("total_tokens", 0))}
+                counts |= {name: int(usage[name]) for name in ("cut_texts", "lost_tokens") if name in usage}
             vectors = [_vector(row) for row in rows]
         except (KeyError, TypeError, ValueError, AttributeError):
             form = "TEI" if self._config.is_tei else "OpenAI"
             raise EndpointError(
-                f"{self._config.address} does not answer as {form}'s embeddings do: "
+                f"{self._config.address} does not answer in the format of {form}'s embeddings: "
                 f"{str(answer)[:SHOWN_ANSWER_CHARS]}"
             ) from None
         lengths = sorted({len(vector) for vector in vectors})
         if len(vectors) != count or len(lengths) != 1:
-            of = " and ".join(f"{length:,}" for length in lengths)
+            sizes = " and ".join(f"{length:,}" for length in lengths)
             raise EndpointError(
                 f"{self._config.address} answers {count:,} texts by {len(vectors):,} vectors"
-                + (f" of {of} values" if lengths else "")
-                + ": it is to give one for each, all of one length"
+                + (f" of {sizes} values" if lengths else "")
+                + ": it must return one vector for each text, all of one length"
             )
         with self._lock:
             for name, value in {"texts": count, **counts}.items():
@@ -183,7 +184,7 @@ class _BusyError(Exception):
 
 
 def _key_variable(address: str) -> str:
-    """The variable with the key: OpenAI's own for OpenAI only, no other host may see it."""
+    """Choose the variable with the key: OpenAI's only for OpenAI, so that no other host receives its key."""
     is_openai = f".{urlsplit(address).hostname}".endswith(".openai.com")
     return (
         OPENAI_KEY_VARIABLE
@@ -193,7 +194,7 @@ def _key_variable(address: str) -> str:
 
 
 def _vector(value: Any) -> Float32[ndarray, " dim"]:
-    """One vector: base64 of little-endian float32, or numbers, of which null is not a number."""
+    """Parse a vector: base64 of little-endian float32, or numbers; null becomes NaN."""
     if isinstance(value, str):
         return np.frombuffer(base64.b64decode(value, validate=True), "<f4")
     vector = np.array([np.nan if number is None else number for number in value], np.float32)
@@ -203,7 +204,7 @@ def _vector(value: Any) -> Float32[ndarray, " dim"]:
 
 
 def _retry_after_s(header: str | None) -> float | None:
-    """Seconds of a ``Retry-After``: a number, or a date."""
+    """Parse a ``Retry-After``, a number of seconds or a date, to seconds; None if there is none."""
     if header is None:
         return None
     try:

@@ -1,12 +1,12 @@
-"""Engines that turn the token rows of documents into embeddings, behind one interface, and what they give.
+"""Engines that compute embeddings from the token rows of documents, behind one interface, and their results.
 
     own                     Encoder: packed rows, every view, the sparse head
     sentence-transformers   the modules of the library, padded rows, the indexed view
-    vllm                    vLLM pools the transformer's states, the model's dense layers follow here
+    vllm                    vLLM pools the transformer's states, this package applies the dense layers
 
-Each gets the rows that CPUs tokenised, so parts, records, counts and rejected documents do not depend on the
-engine. The second and third read the files of sentence-transformers in the folder of a document tower: those
-of a published model, of its Router's document route, or those that a trained tower is saved with.
+Each engine receives the rows that CPUs tokenised, so parts, records, counts and rejected documents do not
+depend on the engine. The second and third read the files of sentence-transformers in the folder of a document
+tower: those of a published model, of its Router's document route, or those saved with a trained tower.
 """
 
 import importlib.util
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from scalingnote.models.published_model import PublishedModel
     from scalingnote.storage.artifact import Artifact
 
-MODULES = {"sentence-transformers": "sentence_transformers", "vllm": "vllm"}  # that an engine imports
-VLLM_POOLING = {"cls": "CLS", "mean": "MEAN", "last": "LAST"}  # our names of vLLM's poolings
+MODULES = {"sentence-transformers": "sentence_transformers", "vllm": "vllm"}  # package of an engine
+VLLM_POOLING = {"cls": "CLS", "mean": "MEAN", "last": "LAST"}  # our name -> vLLM's name
 _TOWER = "document/tower.json"
 
 
@@ -43,8 +43,8 @@ class Cost:
     tokens: int = 0  # without padding
     padded: int = 0  # with padding
     flops: float = 0.0  # 0 if the shape of the architecture is unknown
-    cut_texts: int = 0  # that are longer than the model reads
-    lost_tokens: int = 0  # of these, which are not read
+    cut_texts: int = 0  # texts that are longer than the model reads
+    lost_tokens: int = 0  # tokens of these texts that are not read
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -52,14 +52,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class TopTerms:
-    """Up to k terms of each row by a sparse head, in any order; a weight of 0 means no term."""
+    """Up to k terms of each row by a sparse head, in any order; an impact of 0 means no term."""
 
     terms: Int[ndarray, "rows k"]
     impacts: Float[ndarray, "rows k"]
 
     @classmethod
     def empty(cls, rows: int, k: int) -> "TopTerms":
-        """Rows without terms."""
+        """Create rows without terms."""
         return cls(np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float16))
 
     def put(
@@ -68,24 +68,24 @@ class TopTerms:
         terms: Int[ndarray, "chosen k"],
         impacts: Float[ndarray, "chosen k"],
     ) -> None:
-        """Set the terms of some rows; fewer than k if the vocabulary is smaller."""
+        """Set the terms of some rows; there are fewer than k if the vocabulary is smaller."""
         width = terms.shape[1]
         self.terms[rows, :width], self.impacts[rows, :width] = terms, impacts
 
     def columns(self) -> list[pa.Array]:
-        """List columns ``terms``, ascending in each row, and ``impacts``."""
+        """Build the list columns ``terms``, ascending in each row, and ``impacts``."""
         order = np.argsort(self.terms, axis=1, kind="stable")
         terms, impacts = (np.take_along_axis(part, order, axis=1) for part in (self.terms, self.impacts))
-        kept = impacts > 0
-        offsets = np.concatenate([[0], kept.sum(1).cumsum()]).astype(np.int32)
-        return [pa.ListArray.from_arrays(offsets, pa.array(part[kept])) for part in (terms, impacts)]
+        is_term = impacts > 0
+        offsets = np.concatenate([[0], is_term.sum(1).cumsum()]).astype(np.int32)
+        return [pa.ListArray.from_arrays(offsets, pa.array(part[is_term])) for part in (terms, impacts)]
 
 
 class RowEncoding(NamedTuple):
     """The result of an engine for some token rows."""
 
     embeddings: Float[ndarray, "rows views dim"]  # not normalised
-    terms: TopTerms | None  # None for a tower without a sparse head
+    terms: TopTerms | None  # None: the tower has no sparse head
     cost: Cost
 
 
@@ -97,17 +97,17 @@ class EncoderEngine(Protocol):
     views: tuple[str, ...]  # of the embeddings of a row, in order
 
     def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
-        """Embeddings of token rows, with a sparse head their `top_k` terms of largest weight, and cost."""
+        """Encode token rows, with a sparse head also to `top_k` terms of largest weight; measure the cost."""
 
     def peak(self) -> float:
-        """FLOPs per second of large matrix products in this process."""
+        """Measure FLOPs per second of large matrix products in this process."""
 
 
 LoadEngine = Callable[["Artifact", int], Any]  # of an artifact and a token budget; an EncoderEngine
 
 
 def engine_loader(config: "EncodeConfig") -> LoadEngine:
-    """A function that loads the engine of a config in a worker, given the towers and a token budget."""
+    """Return a function that loads the engine of a config from towers and a token budget, in a worker."""
     loaders: dict[str, LoadEngine] = {
         "own": load_document_encoder,
         "sentence-transformers": load_library,
@@ -122,12 +122,12 @@ def check_installed(config: "EncodeConfig") -> None:
     The driver may run on a node without GPUs and from another image than the workers.
 
     Raises:
-        ConfigError: it is in neither place.
+        ConfigError: the package is in neither place.
     """
     module = MODULES.get(config.engine)
     if module is None or _is_installed(module):
         return
-    from scalingnote.core import cluster  # late: encoders and tasks that tokenise need none of Ray
+    from scalingnote.core import cluster  # late: encoders and tasks that tokenise do not need Ray
 
     if not all(cluster.map_tasks(_is_installed, [module], config.resources)):
         raise ConfigError(
@@ -137,21 +137,21 @@ def check_installed(config: "EncodeConfig") -> None:
 
 
 def check_tower(config: "EncodeConfig", towers: "Artifact") -> None:
-    """Check that the engine of a config gives its views of a document; reads settings, no weights.
+    """Check that the engine of a config computes its views of a document; read settings, but no weights.
 
     Raises:
-        ConfigError: the engine cannot encode with these towers, or gives other views.
+        ConfigError: the engine cannot encode with these towers, or lacks a view.
     """
     views = _views(config, towers)
     if missing := sorted(set(config.views) - set(views)):
         raise ConfigError(
-            f"{towers.uri} gives no view {missing} of a document with the engine {config.engine}; "
-            f"it gives {list(views)}"
+            f"{towers.uri} has no view {missing} of a document with the engine {config.engine}: "
+            f"set encode.views to some of {list(views)}"
         )
 
 
 def _views(config: "EncodeConfig", towers: "Artifact") -> tuple[str, ...]:
-    if not towers.names("document/"):  # a cross-encoder, which gives one embedding of a document
+    if not towers.names("document/"):  # a cross-encoder, which computes one embedding of a document
         if config.engine != "own":
             raise _refusal(config, towers, "a cross-encoder reads pairs, which only the engine own encodes")
         return ("summary",)
@@ -159,7 +159,7 @@ def _views(config: "EncodeConfig", towers: "Artifact") -> tuple[str, ...]:
     if config.engine == "own":
         return tuple(facts["views"])
     if facts["sparse"] is not None:
-        raise _refusal(config, towers, "its sparse head gives terms, which only the engine own computes")
+        raise _refusal(config, towers, "its sparse head has terms, which only the engine own computes")
     if "document/modules.json" not in towers.names("document/"):
         raise _refusal(config, towers, "it is saved without the files of sentence-transformers")
     if config.engine == "vllm":
@@ -185,21 +185,21 @@ def _is_installed(module: str) -> bool:
 
 
 def load_document_prompt(towers: "Artifact") -> DocumentPrompt:
-    """The prompt of an artifact's document tower, without its weights."""
+    """Load the prompt of an artifact's document tower, without its weights."""
     return DocumentPrompt.restore(
         towers.read_json(_TOWER), towers.read_bytes("document/tokenizer.json").decode()
     )
 
 
 def load_document_encoder(towers: "Artifact", token_budget: int) -> "Encoder":
-    """The encoder of an artifact's document tower."""
+    """Load the encoder of an artifact's document tower."""
     from scalingnote.encode.encoder import Encoder
 
     return Encoder.load(towers.directory("document"), token_budget=token_budget)
 
 
 def load_library(towers: "Artifact", token_budget: int) -> "OneView":
-    """An artifact's document tower, run by sentence-transformers."""
+    """Load an artifact's document tower, run by sentence-transformers."""
     from scalingnote.encode.encoder import Encoder
     from scalingnote.models import published_model
     from scalingnote.models.published_tower import LibraryTower
@@ -216,7 +216,7 @@ def load_library(towers: "Artifact", token_budget: int) -> "OneView":
 
 
 def load_vllm(towers: "Artifact", token_budget: int, *, gpus: int) -> "OneView":
-    """An artifact's document tower, run by vLLM on `gpus` GPUs; it makes batches by a budget of its own."""
+    """Load an artifact's document tower, run by vLLM on `gpus` GPUs; vLLM makes batches by its own budget."""
     from scalingnote.models import published_model
 
     folder = towers.directory("document")
@@ -224,24 +224,24 @@ def load_vllm(towers: "Artifact", token_budget: int, *, gpus: int) -> "OneView":
 
 
 class OneView:
-    """An engine that pools one position of a row: rows are cut behind that of the indexed view."""
+    """An engine that pools one position of a row: rows are cut after the position of the indexed view."""
 
     def __init__(self, engine: EncoderEngine, facts: dict[str, Any]) -> None:
         """Wrap an engine; `facts` are the tower.json of the tower that it runs."""
         self.dim, self.views, self.peak = engine.dim, (indexed_view(facts["views"]),), engine.peak
         self._engine = engine
-        # Of a causal prompt, tokens behind the view have no effect on it; other prompts are read to the end.
+        # In a causal prompt, tokens after the view have no effect on it; other prompts are read to the end.
         self._at = facts["views"].index(self.views[0]) if facts.get("causal") and "special" in facts else None
 
     def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
-        """Embeddings of token rows, and cost; no terms."""
+        """Encode token rows, without terms, and measure the cost."""
         if self._at is not None:
             rows = [replace(row, ids=row.ids[: row.positions[self._at] + 1]) for row in rows]
         return self._engine.encode_with_cost(rows, top_k=top_k)
 
 
 class VllmEngine:
-    """A transformer whose states vLLM computes and pools, with the dense layers of its folder behind it."""
+    """A transformer in vLLM, which computes and pools its states, and the dense layers of its folder."""
 
     views: tuple[str, ...] = ("summary",)
 
@@ -250,7 +250,7 @@ class VllmEngine:
 
         Args:
             model: settings of the published or saved model.
-            gpus: over which vLLM splits the weights (tensor parallelism).
+            gpus: number of GPUs that vLLM splits the weights over (tensor parallelism).
         """
         import torch
         import vllm
@@ -274,7 +274,7 @@ class VllmEngine:
                 dtype=str(self._dtype).removeprefix("torch."),
                 skip_tokenizer_init=True,
                 tensor_parallel_size=gpus,
-                # Ray placed this process; vLLM's own workers are its children, not further actors.
+                # Ray placed this process; vLLM's workers are its child processes, not further actors.
                 distributed_executor_backend="mp" if gpus > 1 else None,
                 pooler_config=vllm.config.PoolerConfig(
                     pooling_type=VLLM_POOLING[model.pooling], use_activation=False
@@ -282,13 +282,13 @@ class VllmEngine:
             )
 
     def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
-        """Embeddings of token rows, and cost; no terms."""
+        """Encode token rows, without terms, and measure the cost."""
         import torch
 
         from scalingnote.models import flops
 
         prompts = [{"prompt_token_ids": row.ids} for row in rows]
-        pooled = [made.outputs.embedding for made in self._llm.embed(prompts, use_tqdm=False)]
+        pooled = [result.outputs.embedding for result in self._llm.embed(prompts, use_tqdm=False)]
         with torch.inference_mode():
             embeddings = self._head(torch.tensor(pooled).reshape(len(rows), self._head.hidden)).numpy()
         lengths = [len(row.ids) for row in rows]
@@ -296,16 +296,16 @@ class VllmEngine:
         return RowEncoding(embeddings[:, np.newaxis], None, cost)
 
     def peak(self) -> float:
-        """FLOPs per second of large matrix products of all its GPUs together."""
+        """Measure FLOPs per second of large matrix products, multiplied by the number of GPUs."""
         from scalingnote.models.weights import matmul_peak
 
         return matmul_peak(self._device, self._dtype) * self._gpus
 
 
 def _transformer_alone(folder: Path) -> "TemporaryDirectory[str]":
-    """Links to a model's files but modules.json: vLLM reads some of the dense layers there, not all."""
-    alone = TemporaryDirectory(prefix="scalingnote-vllm-")
+    """Link a model's files without modules.json: vLLM would read some of the dense layers, but not all."""
+    links = TemporaryDirectory(prefix="scalingnote-vllm-")
     for file in folder.iterdir():
         if file.is_file() and file.name != "modules.json":
-            Path(alone.name, file.name).symlink_to(file.resolve())
-    return alone
+            Path(links.name, file.name).symlink_to(file.resolve())
+    return links

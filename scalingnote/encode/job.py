@@ -1,11 +1,11 @@
-"""The stages that encode: documents by a document tower, and a teacher's queries for its students.
+"""The stages that encode documents by a document tower, and queries by a teacher for its students.
 
     triplets, generated ─scatter─► buckets by query ─merge─► pieces of distinct queries ─► parts of embeddings
     pseudo-queries ─────────────────────────────────────────────────────────────────────► parts of embeddings
 
-A generated query goes to the bucket of its source query, where the split of the source is known. Memory is
-bounded by a slice, then by a bucket. A repeated step writes the same files again; slices and buckets do not
-affect which queries are encoded.
+A generated query goes to the bucket of its source query, because the split of the source is known there.
+Memory is bounded by a slice, then by a bucket. A repeated step writes the same files again; slices and
+buckets do not affect which queries are encoded.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ QUERY_TABLES = {
     "triplets": schema.QUERIES,
     "generated": pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()}),
 }
-_PSEUDO = "embeddings/pseudo-"  # how names of parts with pseudo-queries begin
+_PSEUDO = "embeddings/pseudo-"  # first characters of the names of parts with pseudo-queries
 
 
 def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -> Artifact:
@@ -52,22 +52,22 @@ def run_queries(
 ) -> Artifact:
     """Build the artifact `query_embeddings`: the teacher's embeddings of queries, not normalised.
 
-    Beside the embeddings it holds the teacher's tokenizer and its input embeddings; with `config.tokens` also
-    its embedding of each token.
+    In addition to the embeddings it contains the teacher's tokenizer and input embeddings, and with
+    `config.tokens` also its embedding of each token.
 
     Args:
-        config: resources, and what is encoded.
+        config: of the stage.
         dual_encoder: URI of the teacher.
-        triplets: URI of triplets whose queries are encoded, generated ones too.
+        triplets: URI of triplets whose queries are encoded, with the generated ones.
         pseudo_queries: URI of pseudo-queries to encode.
         output: URI of the artifact.
 
     Raises:
-        ConfigError: neither triplets nor pseudo-queries are given.
-        DataError: they hold no query.
+        ConfigError: both `triplets` and `pseudo_queries` are None.
+        DataError: there are no queries.
     """
     if triplets is None and pseudo_queries is None:
-        raise ConfigError("a teacher needs texts: give triplets, pseudo_queries, or both")
+        raise ConfigError("a teacher needs texts: pass triplets, pseudo_queries, or both")
     uris = {"dual_encoder": dual_encoder, "triplets": triplets, "pseudo_queries": pseudo_queries}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items() if uri is not None}
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
@@ -82,7 +82,7 @@ def run_queries(
         sizes = pseudo.rows_of(pseudo.table_parts("queries"))
         rows |= {name.replace("queries/part-", _PSEUDO): count for name, count in sizes.items()}
     if not rows:
-        raise DataError(f"{triplets} holds no queries: re-run collect")
+        raise DataError(f"{triplets} has no queries: re-run collect")
     encoder = partial(
         TeacherQueryEncoder,
         towers=parents["dual_encoder"],
@@ -103,27 +103,28 @@ def run_queries(
 
 
 def write_distinct_queries(triplets: Artifact, folder: str) -> dict[str, int]:
-    """Write the distinct queries of triplets as pieces, in tasks; a killed run's finished tasks are kept.
+    """Write the distinct queries of triplets as pieces, in tasks; finished tasks of a killed run are kept.
 
-    Returns the part of embeddings of each piece, which is its name in `folder`, too, and its rows.
+    Returns:
+        Name of each piece, in `folder` and as a part of embeddings -> its number of rows.
     """
     buckets = bucket_count(triplets)
     run = partial(run_slices, folder=folder, each=cluster.map_tasks, section="encode", unit="tasks")
     scatter = partial(scatter_queries, triplets=triplets, folder=folder, buckets=buckets)
     run("scatter", scatter, shuffle.slices(triplets, *QUERY_TABLES))
-    merged: list[dict[str, int]] = run("merge", partial(merge_bucket, folder=folder), range(buckets))
-    return {name: rows for pieces in merged for name, rows in pieces.items()}
+    bucket_pieces: list[dict[str, int]] = run("merge", partial(merge_bucket, folder=folder), range(buckets))
+    return {name: rows for pieces in bucket_pieces for name, rows in pieces.items()}
 
 
 def bucket_count(triplets: Artifact) -> int:
-    """The number of buckets of about QUERIES_PER_BUCKET rows."""
+    """Compute the number of buckets of about QUERIES_PER_BUCKET rows."""
     names = [name for table in QUERY_TABLES for name in triplets.table_parts(table)]
     rows = sum(triplets.manifest.parts[name].rows or shuffle.ROWS_PER_SLICE for name in names)
     return max(-(-rows // QUERIES_PER_BUCKET), 1)
 
 
 def scatter_queries(item: NumberedSlice, *, triplets: Artifact, folder: str, buckets: int) -> int:
-    """Scatter the distinct queries of a slice; returns their number."""
+    """Scatter the distinct queries of a slice; return their number."""
     number, parts = item
     rows = 0
     for table, layout in QUERY_TABLES.items():
@@ -145,7 +146,7 @@ def scatter_queries(item: NumberedSlice, *, triplets: Artifact, folder: str, buc
 def merge_bucket(item: tuple[int, int], *, folder: str) -> dict[str, int]:
     """Write the distinct queries of a bucket: those of triplets by id, then generated ones; pieces -> rows.
 
-    Generated queries near a validation query are left out: training on them would bias its measure.
+    Queries generated from a validation query are left out, because training on them would bias its measures.
     """
     bucket = item[1]
     queries, generated = (
@@ -168,7 +169,7 @@ def merge_bucket(item: tuple[int, int], *, folder: str) -> dict[str, int]:
 
 
 def _distinct(table: pa.Table) -> pa.Table:
-    """The first row of each query, in order."""
+    """Select the first row of each query, in order."""
     others = [name for name in table.column_names if name != "query_id"]
     firsts = table.group_by("query_id", use_threads=False).aggregate([(name, "first") for name in others])
     return firsts.rename_columns({f"{name}_first": name for name in others}).select(table.column_names)
@@ -178,14 +179,14 @@ def _distinct(table: pa.Table) -> pa.Table:
 
 
 def read_queries(name: str, *, folder: str, pseudo: Artifact | None) -> pa.Table:
-    """The queries of a part of embeddings: pseudo-queries, or a piece in `folder`."""
+    """Read the queries of a part of embeddings: pseudo-queries, or a piece in `folder`."""
     if pseudo is not None and name.startswith(_PSEUDO):
         return pseudo.table(name.replace(_PSEUDO, "queries/part-", 1))
     return read_table(fs.join(folder, name))
 
 
 class TeacherQueryEncoder:
-    """Encodes parts of queries, in a worker."""
+    """Worker that encodes parts of queries."""
 
     def __init__(
         self,
@@ -196,9 +197,9 @@ class TeacherQueryEncoder:
         vocabulary_folder: str,
         tokens: bool,
     ) -> None:
-        """The worker that encodes `vocabulary_part` also writes the teacher's vocabulary.
+        """Load the teacher; the worker that encodes `vocabulary_part` also writes the teacher's vocabulary.
 
-        `tokens`: whether it encodes each token of the vocabulary, too.
+        `tokens`: whether it also encodes each token of the vocabulary.
         """
         from scalingnote.encode.encoder import Encoder
 
@@ -208,15 +209,15 @@ class TeacherQueryEncoder:
         self.peak = self._encoder.peak()
 
     def __call__(self, name: str, table: pa.Table) -> EncodedPart:
-        """The embeddings of a part, in its order."""
+        """Encode a part, in its order."""
         queries = self._encoder.query_rows(table["query"].to_pylist())
         encoding = self._encoder.encode_with_cost(queries)
         if name == self._vocabulary_part:
             self._write_vocabulary()
         field = schema.embedding_field("embedding", self._encoder.dim)
         vectors = arrow.to_arrow(encoding.embeddings[:, 0])
-        made = table.select(["query_id", "query", "split"]).append_column(field, vectors)
-        return EncodedPart(made, encoding.cost)
+        embeddings = table.select(["query_id", "query", "split"]).append_column(field, vectors)
+        return EncodedPart(embeddings, encoding.cost)
 
     def _write_vocabulary(self) -> None:
         from scalingnote.models.weights import write_vocabulary

@@ -1,19 +1,19 @@
-"""Encode queries with a lookup table: cached words, memory-mapped table, numpy. torch is never imported.
+"""Encoding of queries by a lookup table: cached words, memory-mapped table, numpy. torch is never imported.
 
-    text ─► words between spaces ─► runs that no new word leaves ─► cached tokens of each ─► ids
-    ids of one query     take its rows, one vector-matrix product
-    ids of a batch       take the rows of 16 queries at once, one product per query
+    text ─► words between spaces ─► runs (a new word is inside one run) ─► cached tokens of each ─► ids
+    ids of one query     its rows are taken, one vector-matrix product
+    ids of a batch       the rows of 16 queries are taken at once, one product per query
 
-BERT's tokenizers never look across a space, and those with byte-level BPE (GPT-2's, Qwen's) read it as the
-beginning of the next word: the tokens of a text are those of its words, end to end. A table's new words may
-be pairs of words: words that one of them may join are read together, as a *run*. If a text may be read in
-another way (another kind of tokenizer, white space other than single spaces), it is tokenized as a whole. The
-tokens are the same in every case. Tokenizing a query takes 10 to 30 us, or 2 us from cached words.
+BERT's tokenizers never join text across a space, and those with byte-level BPE (GPT-2's, Qwen's) read it as
+the beginning of the next word: the tokens of a text are the concatenated tokens of its words. A table's new
+words may be pairs of words: words that may be joined are tokenized together, as a *run*. If a text may be
+tokenized differently (another kind of tokenizer, white space other than single spaces), it is not divided.
+The tokens are the same in every case. The tokenizer takes 10 to 30 us for a query, or 2 us for cached words.
 
 float16 rows are converted to float32 by shifts of their bits (:func:`_widen`), because numpy's conversion
 takes longer than all other work. Measured per query without the tokenizer, one thread, 32,000 rows of 384 in
-float16, 8 tokens: 7 us alone (10 with numpy's conversion), 2.6 us in batches of 64 and 1,024; there torch's
-EmbeddingBag takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights.
+float16, 8 tokens: 7 us for a single query (10 with numpy's conversion), 2.6 us in batches of 64 and 1,024. In
+batches torch's EmbeddingBag takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights.
 """
 
 import json
@@ -33,7 +33,7 @@ from scalingnote.models.lookup_table import read_table
 from scalingnote.models.prompt import tokenize, without_limits
 
 _BATCH_QUERIES = 16  # their rows fit in a core's cache (18 tokens of 384 dimensions: 440 KB)
-_MAX_CACHED_SHARES = 128  # arrays of equal shares are made once for queries of fewer tokens
+_MAX_CACHED_SHARES = 128  # for queries of fewer tokens, arrays of equal shares are made only once
 _WIDENED_SCALE = np.float32(2.0**112)  # the exponents of float16 are biased by 15, those of float32 by 127
 _WIDENED_BITS = np.int32(-0x70002000)  # 0x8fffe000: the sign, 5 bits of the exponent, 10 of the mantissa
 
@@ -48,13 +48,13 @@ class LookupEncoder:
             folder: a folder written by :meth:`Table.write`, or a published one with a table for queries.
 
         Raises:
-            ArtifactError: `folder` holds no table.
-            ConfigError: its table cannot be read alone (:func:`lookup_table.read_published`).
+            ArtifactError: `folder` has no table.
+            ConfigError: its table cannot be read by itself (:func:`lookup_table.read_published`).
         """
         self._table = table = read_table(folder)
         self._tokenizer = WordTokenizer(without_limits(Tokenizer.from_str(table.tokenizer_json)))
         self.dim, self.max_tokens = table.values.shape[1], table.max_length
-        # The plain array behind the memory map: every slice of np.memmap creates another np.memmap.
+        # The plain array of the memory map, because every slice of np.memmap creates another np.memmap.
         self._values, self._scales = np.asarray(table.values), table.scales
         self._weights, self._features = table.token_weights, table.features
         self._halves: ndarray | None = None
@@ -68,11 +68,11 @@ class LookupEncoder:
             self._attention = (table.attention[0] / np.sqrt(np.float32(self.dim)), table.attention[1])
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
-        """Query embeddings, not normalised, of at least one query."""
+        """Encode one or more queries, without normalisation."""
         return self._encode(self._tokenizer.ids(queries, self.max_tokens))
 
     def encode_token_ids(self, queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
-        """The same of queries given by their token ids, of which the first `max_tokens` are read."""
+        """Encode queries from their token ids, without normalisation; the first `max_tokens` ids are read."""
         return self._encode([list(ids[: self.max_tokens]) for ids in queries])
 
     def _encode(self, rows: list[list[int]]) -> Float32[ndarray, "queries dim"]:
@@ -117,7 +117,7 @@ class LookupEncoder:
         return means
 
     def _shares(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, " tokens"]:
-        """The weight of each token in the mean of one query, times `_unit`."""
+        """Compute the weight of each token in the mean of one query, times `_unit`."""
         if self._weights is None:
             count = len(numbers)
             if count < _MAX_CACHED_SHARES:
@@ -130,7 +130,7 @@ class LookupEncoder:
     def _batch_shares(
         self, numbers: Int64[ndarray, " tokens"], lengths: Int64[ndarray, " queries"]
     ) -> Float32[ndarray, " tokens"]:
-        """The same for the concatenated tokens of several queries, times the scales of integer rows."""
+        """Compute `_shares` of the concatenated tokens of queries, times the scales of integer rows."""
         shares: ndarray
         if self._weights is None:
             shares = (self._unit / np.maximum(lengths, 1)).astype(np.float32).repeat(lengths)
@@ -143,28 +143,28 @@ class LookupEncoder:
         return shares.astype(np.float32, copy=False)
 
     def _look_up(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, "tokens dim"]:
-        """Stored rows in float32; the table's rows are these times `_unit` and times their scales."""
+        """Read stored rows as float32; the table's rows are these times `_unit` and times their scales."""
         if self._halves is not None:
             return _widen(self._halves.take(numbers, axis=0))
         return self._values.take(numbers, axis=0).astype(np.float32, copy=False)
 
     def _rows(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, "tokens dim"]:
-        """The table's rows of these tokens."""
+        """Read the table's rows of tokens, in their scale."""
         rows: ndarray = self._look_up(numbers) * self._unit
         return rows if self._scales is None else rows * self._scales[numbers, np.newaxis]
 
     def _mean_row(self) -> Float32[ndarray, " dim"]:
-        """The embedding of a query without tokens; computed on demand, because it reads the whole table."""
+        """Return the embedding of a query without tokens, computed on demand: it reads the complete table."""
         if self._empty is None:
             self._empty = self._table.mean_row()
         return self._empty
 
 
 def _widen(halves: Int16[ndarray, "tokens dim"]) -> Float32[ndarray, "tokens dim"]:
-    """float16, given by their bits, as float32 / 2**112; exact for all finite values.
+    """Convert the bits of float16 numbers to float32 / 2**112; exact for all finite values.
 
     Sign, exponent and mantissa have the same order in both formats: a shift by 13 bits moves the last two to
-    their places, and the mask clears three copies of the sign beside the sign bit.
+    their places, and the mask clears three copies of the sign next to the sign bit.
     """
     bits = halves.astype(np.int32)
     bits <<= 13
@@ -178,7 +178,7 @@ def _attend(
     score: Float32[ndarray, "dim dim"],
     out: Float32[ndarray, "dim dim"],
 ) -> Float32[ndarray, " dim"]:
-    """Mean over one query's tokens of their self-attention output; only the mean is multiplied by `out`."""
+    """Compute the mean of the self-attention outputs of a query's tokens; only it is multiplied by `out`."""
     scores = rows @ score @ rows.T
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
@@ -188,14 +188,14 @@ def _attend(
 
 # --- words -------------------------------------------------------------------------------------------------
 
-MAX_CACHED_WORDS = 65_536  # and runs of words, about 15 MB; a full cache is emptied
-MAX_CACHED_PAIRS = 131_072  # of words, about 20 MB; the latest ones
+MAX_CACHED_WORDS = 65_536  # words and runs of words, about 15 MB; a full cache is emptied
+MAX_CACHED_PAIRS = 131_072  # pairs of words, about 20 MB; the latest ones
 MAX_RUN_CHARACTERS = 40  # longer runs are rare and rarely repeated
 MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
 _NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
 _PRE_TOKENIZERS = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
-# Expressions by which byte-level tokenizers split texts besides that of ByteLevel itself: Qwen's and Llama's.
-# In all of them a space only begins a piece, unless another white space follows it.
+# Expressions that byte-level tokenizers split texts by, in addition to that of ByteLevel: Qwen's and Llama's.
+# In all of them a space can only begin a piece, unless another white space follows it.
 _SPLITS = tuple(
     rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -207,7 +207,7 @@ class WordTokenizer:
     """A tokenizer with a cache of runs of words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """`tokenizer` must neither pad nor truncate."""
+        """Wrap `tokenizer`, which must not pad and must not truncate."""
         self._tokenizer = tokenizer
         facts = json.loads(tokenizer.to_str())
         self._markers, self._space = _markers(facts), " " if _is_byte_level(facts) else ""
@@ -245,14 +245,14 @@ class WordTokenizer:
         return rows
 
     def _has_words(self, text: str) -> bool:
-        """Whether a text is words with single spaces and without markers."""
+        """Return whether a text is words with single spaces and without markers."""
         # The space is the only printable character that is white space.
         if not text.isprintable() or (self._space and "  " in text):
             return False
         return not any(marker in text for marker in self._markers or ())
 
     def _of_runs(self, text: str) -> list[int]:
-        """Return the ids of all runs, one by one."""
+        """Return the ids of all runs, concatenated."""
         first, *others = self._runs(text) if self._pairs else text.split(" ")
         ids = self._first.get(first)
         text_ids = list(self._learn(self._first, first, "") if ids is None else ids)
@@ -272,10 +272,9 @@ class WordTokenizer:
         return ids
 
     def _runs(self, text: str) -> list[str]:
-        """Divide a text at the spaces that are in no new word.
+        """Divide a text at the spaces that are not in a new word.
 
-        The library may find no new word where one may be: it takes them from the left, and only those that
-        stand alone.
+        The tokenizer may find no new word in a run, because it matches from the left and only entire words.
         """
         words = text.split(" ")
         runs = words[:1]
@@ -292,13 +291,13 @@ class WordTokenizer:
         return bool(seconds) and self._form(following).startswith(seconds)
 
     def _find_seconds(self, word: str) -> tuple[str, ...]:
-        """Second words of all pairs whose first one may end a word."""
+        """Find the second words of all pairs with a first word that may end `word`."""
         form = self._form(word)
         ends = (form[at:] for at in range(len(form) + 1))
         return tuple(second for end in ends for second in self._pairs.get(end, ()))
 
     def _normalize(self, text: str) -> str:
-        """Return a text as new words are compared with it."""
+        """Return the form of a text that new words are compared with."""
         return text if self._normalizer is None else str(self._normalizer.normalize_str(text))
 
 

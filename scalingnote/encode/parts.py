@@ -1,10 +1,9 @@
-"""Parts of tables by encoders: immutable parts in, one file for each part out, and what they cost.
+"""Encoding of tables part by part: immutable parts in, one file for each part out, and their cost.
 
     name ─read─► input of a part ─encoder─► table ─write─► a file, then its record
 
-The name of a file depends on the part only. A worker takes all three steps, or readers on other CPUs take
-the first and the last. How parts reach workers, and what is done about failures:
-:mod:`scalingnote.core.parts`.
+The name of a file depends only on the part. A worker takes all three steps, or readers on other CPUs take the
+first and the last. :mod:`scalingnote.core.parts` distributes parts to workers and handles failures.
 
 Only workers import torch: the driver and the readers start in a fraction of the time.
 """
@@ -33,24 +32,24 @@ from scalingnote.storage.shuffle import run_parts
 log = get_logger("encode")
 PartRecord = dict[str, Any]  # JSON values: name, part, rejected, fields of Cost and of :class:`_TimedEncoder`
 PROCESS_BYTES = 1 << 30  # of a worker: torch, transformers, batches
-BYTES_PER_WEIGHT_BYTE = 2  # a file of half precision is read as float32 where products are
+BYTES_PER_WEIGHT_BYTE = 2  # a file in half precision is read as float32 if products are in float32
 Rejections = list[dict[str, str]]  # rows of storage.schema.REJECTED
 
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """A part to be written, with its cost and the rows left out."""
+    """A part to be written, its cost, and the rows that were left out."""
 
     table: pa.Table
     cost: Cost = field(default_factory=Cost)
     rejected: Rejections = field(default_factory=list)
 
 
-LoadEncoder = Callable[[], Callable[[str, Any], EncodedPart]]  # its function takes a part's name and input
+LoadEncoder = Callable[[], Callable[[str, Any], EncodedPart]]  # of a function of a part's name and input
 
 
 def size_for(resources: Fleet, towers: Artifact, folder: str) -> Fleet:
-    """The same workers, or by default as many as there is memory for with this tower in each."""
+    """Return the configured workers; by default, as many as there is memory for with this tower in each."""
     size = sum(towers.manifest.parts[name].bytes for name in towers.names(f"{folder}/"))
     return cluster.with_memory(resources, PROCESS_BYTES + BYTES_PER_WEIGHT_BYTE * size)
 
@@ -78,20 +77,21 @@ def encode_parts(
 
     Args:
         load_encoder: makes, once in each worker, a function of a part's name and input.
-        read: input of a part from its name; runs in any process. None: the input is None, the encoder reads.
+        read: reads the input of a part by its name, in any process. None: the input is None, and the encoder
+            reads the part.
         output: URI of the folder that the names of parts are relative to.
-        work: URI of the folder for records; records of a killed run there are reused.
+        work: URI of the folder for records; records of a killed run in it are reused.
         rows: name -> number of rows of each part.
         resources: workers and readers.
-        unit: what rows are, for progress lines.
+        unit: name of the rows, for progress lines.
         knob: config key of `resources`, for error messages.
 
     Returns:
-        The records of the parts, in the order of `rows`. That of a part that is set aside has no rows, and
-        the reason as ``set_aside``.
+        The records of the parts, in the order of `rows`. The record of a part that is set aside has no rows,
+        and the reason as ``set_aside``.
 
     Raises:
-        PartsFailedError: more than `resources.max_failed_parts` parts could not be encoded, or none could.
+        PartsFailedError: more than `resources.max_failed_parts` parts could not be encoded, or all failed.
         ConfigError: the cluster lacks the resources.
     """
     cluster.check_resources(resources, knob=knob, task_cpus=resources.readers)
@@ -101,7 +101,7 @@ def encode_parts(
         write=partial(_write, output=output),
     )
     tally = EncodingTally()
-    counted = usage.rows_on_this_node()
+    rows_before = usage.rows_on_this_node()
     try:
         records, set_aside = run_parts(
             stage,
@@ -113,7 +113,7 @@ def encode_parts(
             rows=rows,
             max_failed=resources.max_failed_parts,
             report=tally.add,
-            underway=lambda: usage.rows_on_this_node() - counted,  # all workers' on one machine
+            underway=lambda: usage.rows_on_this_node() - rows_before,  # of all workers on one machine
         )
     except PartsFailedError as error:
         remedy = f"leave these parts out by {knob}.max_failed_parts={len(error.reasons)}"
@@ -121,7 +121,7 @@ def encode_parts(
     for name, reason in set_aside.items():
         records[name] = _set_aside(name, reason, like=next(iter(records.values())), output=output)
     log.info("%s %s: %s -> %s", f"{sum(rows.values()):,}", unit, tally, output)
-    log.info("workers: %s", tally.workers() or "none was needed")
+    log.info("workers: %s", tally.workers() or "none were needed")
     return [records[name] for name in rows]
 
 
@@ -130,7 +130,7 @@ def _read(name: str, *, read: Callable[[str], Any] | None) -> tuple[str, Any]:
 
 
 class _TimedEncoder:
-    """An encoder in a worker, with what the record of a part says of this worker.
+    """An encoder in a worker, and the fields of a part's record that describe this worker.
 
     ``seconds`` and ``cpu_seconds`` count from the end of the previous part, or from the start of loading;
     ``busy_seconds`` from the start of this part.
@@ -159,33 +159,33 @@ class _TimedEncoder:
 
 
 def _write(name: str, result: tuple[EncodedPart, dict[str, Any]], *, output: str) -> PartRecord:
-    """Write a part; returns its record."""
+    """Write a part; return its record."""
     encoded, times = result
     part = asdict(write_table(fs.join(output, name), encoded.table))
     return {"name": name, "part": part, "rejected": encoded.rejected, **asdict(encoded.cost), **times}
 
 
 def _set_aside(name: str, reason: str, *, like: PartRecord, output: str) -> PartRecord:
-    """The record of a part that is left out: an empty file, so that every part has one."""
+    """Write an empty file for a part that is left out, so that every part has a file; return its record."""
     log.warning("%s is left out: %s", name, reason)
     empty = read_table(fs.join(output, like["name"])).slice(0, 0)
     return _write(name, (EncodedPart(empty), {"set_aside": reason}), output=output)
 
 
-# --- what parts cost ------------------------------------------------------------------------------------
+# --- cost of parts --------------------------------------------------------------------------------------
 
 
 def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Sums over the records of parts, for the manifest.
+    """Sum the records of parts, for the manifest.
 
     Args:
         records: of parts, with the fields of :class:`Cost`, ``seconds``, ``cpu_seconds`` and ``peak`` (FLOPs
-            per second). One that lacks a field counts as 0 there.
+            per second). A missing field counts as 0.
 
     Returns:
         ``worker_seconds`` (of all workers, waiting included), ``worker_cpu_seconds``, ``tokens`` (without
         padding), ``padding`` (its share of all computed tokens) and ``of_peak`` (model FLOPs utilisation: the
-        model's arithmetic over what matrix products achieve in the same time).
+        model's FLOPs divided by those of large matrix products in the same time).
     """
     sums = dict.fromkeys(("tokens", "padded", "flops", "seconds", "cpu_seconds"), 0.0)
     possible = 0.0
@@ -203,14 +203,14 @@ def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class EncodingTally:
-    """Running totals of the parts that this run encodes; `str` of it is the note of the progress line."""
+    """Running totals of the parts that this run encodes; their `str` is the note of the progress line."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._records: list[Mapping[str, Any]] = []
 
     def add(self, record: Mapping[str, Any]) -> "EncodingTally":
-        """Count a finished part."""
+        """Count a finished part; return self."""
         self._records.append(record)
         return self
 
@@ -221,7 +221,7 @@ class EncodingTally:
         return text + (f"  MFU {sums['of_peak']:.0%}" if sums["of_peak"] else "")
 
     def workers(self) -> str:
-        """What each worker did in this time, the least and the most; empty without parts."""
+        """Describe the work of the workers, from the least to the most; empty without parts."""
         elapsed = max(time.monotonic() - self._start, 1e-9)
         by_worker = defaultdict(list)
         for record in self._records:

@@ -1,12 +1,12 @@
 """Query encoder: one interface to query towers in all their forms.
 
     torch       the tower as trained, in the precision that the hardware multiplies fastest
-    compiled    the same through torch.compile: for GPUs, and large batches on a CPU
+    compiled    the same tower by torch.compile: for GPUs, and large batches on a CPU
     onnx        its ONNX graph in float32
     onnx_int8   its ONNX graph with 8-bit products: the fastest transformer on a CPU
     lookup      the mean of rows of a table: no model is run
 
-Each form imports only what it needs: a lookup needs numpy and tokenizers, neither torch nor pydantic.
+Each form imports only the packages that it needs: a lookup needs numpy and tokenizers, not torch or pydantic.
 """
 
 import json
@@ -45,7 +45,7 @@ class QueryCache:
         self.hits = self.misses = 0
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
-        """Embeddings of queries; those not in the cache are computed together, each once."""
+        """Encode queries; those that are not in the cache are computed together, each once."""
         with self._lock:
             cached = {query: self._entries[query] for query in queries if query in self._entries}
             for query in cached:
@@ -53,17 +53,17 @@ class QueryCache:
             self.hits += sum(query in cached for query in queries)
             self.misses += sum(query not in cached for query in queries)
         missing = list(dict.fromkeys(query for query in queries if query not in cached))
-        if missing:  # outside the lock, so that other threads can look up meanwhile
+        if missing:  # outside the lock, so that other threads can use the cache meanwhile
             new = dict(zip(missing, self._encode(missing), strict=True))
             cached |= new
             with self._lock:
-                # Copies: a row of a matrix would keep the whole matrix in memory.
+                # Copies, because a row of a matrix would keep the entire matrix in memory.
                 self._entries.update((query, vector.copy()) for query, vector in new.items())
                 self._forget()
         return np.stack([cached[query] for query in queries])
 
     def resize(self, size: int) -> None:
-        """Keep up to `size` queries from now on."""
+        """Set the maximum number of queries to `size`."""
         with self._lock:
             self._size = size
             self._forget()
@@ -74,27 +74,27 @@ class QueryCache:
 
 
 class QueryEncoder:
-    """Strings in, embeddings of the teacher's space out: a query tower in one of its forms.
+    """Encoder of texts to embeddings in the teacher's space: a query tower in one of its forms.
 
     Args:
         path: a folder that :func:`scalingnote.distill` wrote, or the query tower of a run.
-        form: the form to load; auto takes the fastest, see :func:`choose`.
-        threads: of a transformer, by default OMP_NUM_THREADS; with torch they hold for the whole process.
+        form: the form to load; auto: the fastest, see :func:`choose`.
+        threads: of a transformer, by default OMP_NUM_THREADS; with torch they apply to the entire process.
         precision: of the forms torch and compiled.
         token_budget: maximum tokens of a forward pass, of the forms torch and compiled.
-        cache: number of embeddings of texts to cache; 0 for none.
+        cache: number of embeddings of texts to cache; 0: no cache.
 
     Attributes:
-        folder: that it was loaded from.
+        folder: folder of the tower.
         dim: width of the embeddings.
         form: the form that was loaded.
-        max_tokens: tokens of a query that are read, special ones not counted.
-        encode_ids: embeddings of queries given by token ids, without special tokens, of the tower's
-            tokenizer, never from the cache; None: the tower reads a query only as text.
-        cache: None without one.
+        max_tokens: maximum tokens of a query that are read, without special tokens.
+        encode_ids: function from token ids of queries, of the tower's tokenizer and without special tokens,
+            to embeddings, never from the cache; None: the tower reads a query only as text.
+        cache: the cache; None: there is no cache.
 
     Raises:
-        ArtifactError: the folder holds no query tower, or not in this form.
+        ArtifactError: the folder has no query tower, or not in this form.
         ConfigError: the folder cannot encode queries.
         MissingPackageError: a tower that is a model needs the extra `train` or `serve`; a table does not.
     """
@@ -114,8 +114,8 @@ class QueryEncoder:
             available = forms(folder)
             self.form = choose(available) if form == "auto" else form
             if self.form not in available:
-                held = ", ".join(available)
-                raise ArtifactError(f"{folder} holds no query tower as {form!r}, it holds {held}")
+                names = ", ".join(available)
+                raise ArtifactError(f"{folder} has no query tower as {form!r}, only as {names}")
             if self.form == "lookup":
                 tower: Any = LookupEncoder(folder)
             elif self.form in ("onnx", "onnx_int8"):
@@ -134,11 +134,11 @@ class QueryEncoder:
         self.resize_cache(cache)
 
     def encode_anew(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
-        """Query embeddings as :meth:`encode_queries` gives them, never from the cache."""
+        """Encode queries like :meth:`encode_queries`, but never from the cache."""
         return self._compute(checked_texts(queries, name="query"))
 
     def resize_cache(self, size: int) -> None:
-        """Cache the embeddings of up to `size` texts from now on; those used last stay. 0: none."""
+        """Set the size of the cache to `size` texts; the most recently used ones are kept. 0: no cache."""
         if self.cache is not None and size:
             self.cache.resize(size)
         else:
@@ -154,42 +154,42 @@ class QueryEncoder:
         Args:
             model: folder or hub id.
             revision: branch, tag or commit on the hub.
-            **settings: as the class takes them.
+            **settings: further arguments of the class.
 
         Raises:
-            ConfigError: it is neither a folder nor a model that the hub gives.
+            ConfigError: `model` is not a folder and not a model that the hub provides.
         """
         return cls(local_folder(model, revision=revision, role="query"), **settings)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False) -> str:
-        """Upload the folder, with the model that encodes documents if it is there; returns the commit's URL.
+        """Upload the folder, with the model that encodes documents if there is one; return the commit's URL.
 
-        The repository is made if there is none. The token is that of ``hf auth login`` or HF_TOKEN.
+        The repository is created if it does not exist. The token is that of ``hf auth login`` or HF_TOKEN.
         """
         from huggingface_hub import HfApi
 
         hub = HfApi()
         hub.create_repo(repo_id, private=private, exist_ok=True)
-        done = hub.upload_folder(
+        commit = hub.upload_folder(
             repo_id=repo_id, folder_path=self.folder, commit_message="Upload a query encoder"
         )
-        return str(done.commit_url)
+        return str(commit.commit_url)
 
     def encode(
         self, queries: str | Sequence[str], *, normalize: bool = True
     ) -> Float32[ndarray, "queries dim"]:
-        """Embeddings of queries, in their order.
+        """Encode queries, in their order.
 
         Args:
             queries: one text or several; an empty text has an embedding, too. Half of a surrogate pair is
-                read as U+FFFD, as in documents.
-            normalize: make every embedding of length 1, as documents are searched by cosine.
+                read as U+FFFD, the same as in documents.
+            normalize: scale every embedding to length 1, because documents are searched by cosine.
 
         Returns:
             float32, a row per query; one row for a single text.
 
         Raises:
-            DataError: a query is no text (None, NaN, a number); names its position and value.
+            DataError: a query is not a text (None, NaN, a number); the message has its position and value.
         """
         texts = [queries] if isinstance(queries, str) else queries
         embeddings = np.asarray(self.encode_queries(texts), np.float32)
@@ -198,9 +198,12 @@ class QueryEncoder:
         return embeddings
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
-        """Query embeddings [queries, dim], not normalised; of any number of queries, also none.
+        """Encode any number of queries, also none, without normalisation.
 
-        Half of a surrogate pair is read as U+FFFD. DataError for what is no text, see :func:`checked_texts`.
+        Half of a surrogate pair is read as U+FFFD.
+
+        Raises:
+            DataError: a query is not a text, see :func:`checked_texts`.
         """
         texts = checked_texts(queries, name="query")
         return self._encode(texts) if texts else np.empty((0, self.dim), np.float32)
@@ -220,7 +223,7 @@ class _TorchTower:
             torch.set_num_threads(threads)
         encoder = Encoder.load(folder, "query", token_budget=token_budget, precision=precision)
         if form == "compiled":
-            # Padded, because packed batches almost never repeat a shape, and each new shape is compiled.
+            # Padded, because packed batches almost never repeat a shape, and every new shape is compiled.
             encoder.tower.packs = False
             compiled: Any = torch.compile(encoder.tower.backbone, dynamic=True)
             encoder.tower.backbone = compiled
@@ -235,16 +238,18 @@ class _TorchTower:
 
 
 def forms(folder: Path) -> "list[Form]":
-    """The forms in which a folder holds a query tower: a tower's folder, or one of sentence-transformers.
+    """List the forms of the query tower in a folder: of a tower, or of sentence-transformers.
 
-    ArtifactError if it is neither, ConfigError if it cannot encode queries.
+    Raises:
+        ArtifactError: the folder is neither of them.
+        ConfigError: the folder cannot encode queries.
     """
     try:
         facts = json.loads((folder / "tower.json").read_text())
     except FileNotFoundError:
         return _published_forms(folder)
     if facts["role"] != "query":
-        raise ConfigError(f"{folder} holds a {facts['role']} tower: it cannot encode queries")
+        raise ConfigError(f"{folder} has a {facts['role']} tower: it cannot encode queries")
     if facts.get("kind") == "lookup":
         return ["lookup"]
     from scalingnote.models.onnx import ONNX_FILES
@@ -265,7 +270,7 @@ def _published_forms(folder: Path) -> "list[Form]":
 
 
 def choose(available: "Sequence[Form]") -> "Form":
-    """The fastest of the forms in a folder: a table, else torch on a GPU, else 8-bit ONNX, else any."""
+    """Choose the fastest form: a table, else torch on a GPU, else 8-bit ONNX, else any."""
     if "torch" in available and len(available) > 2 and _has_gpu():
         return "torch"
     order: tuple[Form, ...] = ("lookup", "onnx_int8", "onnx", "torch")

@@ -1,9 +1,10 @@
-"""Declared features: columns of a table become a matrix, by what was fitted on the dataset.
+"""Declared features: columns of a table become a matrix, by facts that were fitted on the dataset.
 
     column ─► facts (vocabulary, ranges, ranks) ─► numbers [rows, width]
 
-A value of a category, and a range, is the number of its embedding. NaN marks missing values: null, an empty
-text, not finite, of the wrong length, an impossible date, or of a column that the table lacks.
+A value of a category, or a range, is encoded as the number of its embedding. NaN marks missing values: a
+null, an empty text, a number that is not finite, a vector of the wrong length, an impossible date, and all
+values of a column that the table lacks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,8 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.fuse.config import Feature
 
 Facts = dict[str, Any]  # JSON values
-OTHER_INDEX = 1  # of a value that was too rare when the vocabulary was fitted; row 0 is of no value
-MAX_VALUES = 10_000  # most frequent values of a category, which have an embedding each
+OTHER_INDEX = 1  # row of values that were too rare when the vocabulary was fitted; row 0: missing values
+MAX_VALUES = 10_000  # most frequent values of a category, which have their own embeddings
 MIN_VALUE_ROWS = 2  # rows that a value needs for its own embedding
 BUCKETS = 16  # of a bucketed feature
 QUANTILE_KNOTS = 101
@@ -36,7 +37,7 @@ class Encoding(Config):
 
     @property
     def size(self) -> int:
-        """Rows of the embedding table of a categorical or bucketed feature, 0 for any other."""
+        """Number of rows of the embedding table of a categorical or bucketed feature, 0 for others."""
         match self.feature.kind:
             case "categorical":
                 return 2 + len(self.facts["values"])
@@ -47,17 +48,17 @@ class Encoding(Config):
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """Number of columns of the matrix that the feature fills."""
         return self.feature.dim or 1
 
 
 def fit(features: Sequence[Feature], table: pa.Table) -> list[Encoding]:
-    """Fit vocabularies and ranks to the rows of a table; ConfigError names a column that has no value."""
+    """Fit vocabularies and ranks to the rows of a table; raise ConfigError if a column has no value."""
     return [Encoding(feature=feature, facts=_fit(feature, table[feature.column])) for feature in features]
 
 
 def columns_of(encodings: Sequence[Encoding]) -> list[str]:
-    """Columns that are read, each once."""
+    """List the columns that are read, each once."""
     return list(dict.fromkeys(encoding.feature.column for encoding in encodings))
 
 
@@ -72,7 +73,7 @@ def encode(encodings: Sequence[Encoding], table: pa.Table) -> Float32[ndarray, "
 def encode_mappings(
     encodings: Sequence[Encoding], rows: Sequence[Mapping[str, Any]]
 ) -> Float32[ndarray, "rows width"]:
-    """Encode rows given as mappings, which online stores hold and many programs write.
+    """Encode rows that are mappings, for example from an online store, with values of any type.
 
     A value of a wrong type is missing, and does not affect the other rows.
     """
@@ -97,7 +98,7 @@ def _type(feature: Feature) -> pa.DataType:
 
 
 def _read_value(feature: Feature, value: Any) -> pa.Array:
-    """One value as a column of the feature's type; null if Arrow cannot hold or convert it."""
+    """Convert a value to a column of the feature's type; null if Arrow cannot hold or convert it."""
     try:
         column = pa.array([value])
         if feature.kind in ("numeric", "bucketed"):
@@ -153,7 +154,7 @@ def _encode_column(encoding: Encoding, column: pa.ChunkedArray) -> Float[ndarray
 
 
 def _numbers(column: pa.Array | pa.ChunkedArray) -> Float[ndarray, " rows"]:
-    """Numbers as they are, dates and times (or their ISO texts) in days since 1970; NaN for none."""
+    """Convert dates and times (or their ISO texts) to days since 1970; keep numbers; NaN if there is none."""
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         column = _days(column.cast(pa.string()))
@@ -166,16 +167,16 @@ def _numbers(column: pa.Array | pa.ChunkedArray) -> Float[ndarray, " rows"]:
 
 
 def _days(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Days since 1970 of texts that begin with an ISO date such as 2024-01-05; null for other texts."""
-    named = pc.utf8_slice_codeunits(texts, 0, 10)
-    days = pc.strptime(named, "%Y-%m-%d", unit="s", error_is_null=True).cast(pa.date32())
+    """Convert texts that begin with an ISO date (2024-01-05) to days since 1970; null for other texts."""
+    date_texts = pc.utf8_slice_codeunits(texts, 0, 10)
+    days = pc.strptime(date_texts, "%Y-%m-%d", unit="s", error_is_null=True).cast(pa.date32())
     # strptime also accepts 2024-1-5, and reads the 31st of February as the 2nd of March.
-    exact = pc.equal(days.cast(pa.string()), named)
+    exact = pc.equal(days.cast(pa.string()), date_texts)
     return pc.if_else(exact, days, None).cast(pa.int32()).cast(pa.float64())
 
 
 def _vectors(column: pa.ChunkedArray, dim: int) -> Float[ndarray, "rows dim"]:
-    """A matrix; rows that are not `dim` finite numbers are all NaN."""
+    """Convert a column of lists to a matrix; rows that are not `dim` finite numbers are all NaN."""
     out = np.full((len(column), dim), np.nan)
     if pa.types.is_null(column.type):
         return out

@@ -1,16 +1,16 @@
-"""The online store of users' features: events are written, features of several users are read at once.
+"""The online store of users' features: events are written, and features of several users are read at once.
 
     events stream ─write─► profile (the newest value of each column) and history (bounded, oldest first)
-    user_ids ─get_many─► User, as :class:`~scalingnote.fuse.fusion.QueryFusion` reads it
+    user_ids ─get_many─► User, which :class:`~scalingnote.fuse.fusion.QueryFusion` reads
 
-Writes may be repeated, come in any order and from many processes: :func:`merge` gives the same features. So a
-stream can be replayed from anywhere after a crash, and nothing is doubled or lost.
+Writes may be repeated, in any order and from many processes: :func:`merge` returns the same features. So a
+stream can be replayed from an earlier position after a crash, and no event is counted twice or lost.
 
     SqliteStore    one file, for the processes of one machine
     RedisStore     Redis or Valkey, for many machines
 
-Both hold a JSON text for each user. A writer reads it, merges events and swaps it for the new one, if no
-other writer was faster; else it tries again.
+Both hold a JSON text for each user. A writer reads the text, merges events into it and replaces it, unless
+another writer has changed it meanwhile; then the writer retries.
 """
 
 import json
@@ -36,20 +36,20 @@ EVENTS_PER_WRITE = 512
 
 
 class StoreConfig(Config):
-    """Address of the store of online features, and how much of them it keeps."""
+    """Address of the store of online features, and the amount that it keeps."""
 
     url: str = Field(
         "sqlite:features.db", description="sqlite:PATH of an embedded database, or redis://HOST:PORT/DB"
     )
-    history: int = Field(100, ge=1, description="documents kept of a user, the latest by time")
+    history: int = Field(100, ge=1, description="documents kept per user, the latest by time")
     ttl_s: float = Field(
-        90 * DAY_S, gt=0, description="seconds without a written event after which a user is forgotten"
+        90 * DAY_S, gt=0, description="seconds without a written event after which a user is deleted"
     )
 
 
 @dataclass(frozen=True)
 class User:
-    """Features of a user: columns of the profile, semantic IDs of clicked documents, oldest first."""
+    """Features of a user: columns of the profile, and semantic IDs of clicked documents, oldest first."""
 
     profile: Mapping[str, Any] = field(default_factory=dict)
     history: Sequence[str] = ()
@@ -59,10 +59,11 @@ class User:
 class Event:
     """An action of a user: a click on a document, a change of the profile, or both.
 
-    DataError where no store can hold it.
+    Raises:
+        DataError: no store can hold the event.
     """
 
-    event_id: str  # the same whenever the event is sent again
+    event_id: str  # the same each time the event is sent
     user_id: str
     timestamp: float  # seconds since 1970, when it happened
     semantic_id: str | None = None  # of the document that was clicked
@@ -72,22 +73,25 @@ class Event:
         if not self.event_id or not self.user_id:
             raise DataError(f"event without an id or a user id: {self}")
         if not 0 <= self.timestamp < float("inf"):
-            raise DataError(f"event {self.event_id!r} happened at {self.timestamp}: give seconds since 1970")
+            raise DataError(f"event {self.event_id!r} has time {self.timestamp}: pass seconds since 1970")
         values = [self.event_id, self.user_id, self.semantic_id, dict(self.profile)]
         if not is_valid_unicode(json.dumps(values, ensure_ascii=False)):
             raise DataError(f"{self} has a text with a lone surrogate (invalid UTF-8): fix its producer")
 
 
 class FeatureStore:
-    """Features of users; threads and processes may open the same store. A subclass reads and swaps texts."""
+    """Features of users, in a store that several threads and processes may open.
+
+    A subclass reads and swaps texts.
+    """
 
     def __init__(self, config: StoreConfig) -> None:
         self._config = config
 
     def write(self, events: Sequence[Event]) -> None:
-        """Apply events, those of a user together; events that were written before change nothing.
+        """Apply events, all events of a user at once; events that were written before change nothing.
 
-        After an error some users' events may have been applied: write all of them again.
+        After an error the events of some users may have been applied: write all events again.
         """
         waiting: dict[str, list[Event]] = {}
         for event in events:
@@ -104,30 +108,30 @@ class FeatureStore:
                     del waiting[name]
 
     def get_many(self, user_ids: Sequence[str]) -> list[User]:
-        """The features of each user, in order; an empty User for an unknown one."""
+        """Read the features of each user, in order; an empty User for an unknown one."""
         return [_user(text) for text in self._read(user_ids)]
 
     def _read(self, user_ids: Sequence[str]) -> list[str | None]:
-        """The text of each user, None for one who is unknown or forgotten."""
+        """Read the text of each user; None if the user is unknown or deleted."""
         raise NotImplementedError
 
     def _swap(self, user_ids: Sequence[str], old: Sequence[str | None], new: Sequence[str]) -> list[bool]:
-        """Write the new text of each user whose text is the old one; whether it was."""
+        """Write the new text of each user whose text is still the old one; return whether it was."""
         raise NotImplementedError
 
 
 def merge(text: str | None, events: Iterable[Event], *, history: int) -> str:
-    """The features of a user after events: the same, whatever the order, and if some are repeated.
+    """Merge events into the features of a user; the order of events and repeated events change nothing.
 
     Args:
-        text: the features before, as this function returns them; None: there are none.
+        text: the earlier features, as this function returns them; None: there are none.
         events: of this user.
-        history: documents that are kept, the latest by time.
+        history: number of documents that are kept, the latest by time.
 
     Returns:
         JSON of ``profile``, column -> [timestamp, event id, value] of the latest event, and ``history``,
-        [timestamp, event id, semantic ID] of each click in order. Of equal timestamps the one with the
-        greater event id is the later.
+        [timestamp, event id, semantic ID] of each click in order. If timestamps are equal, the event with the
+        greater id is the later one.
     """
     known = json.loads(text) if text else {"profile": {}, "history": []}
     profile: dict[str, list[Any]] = known["profile"]
@@ -139,8 +143,8 @@ def merge(text: str | None, events: Iterable[Event], *, history: int) -> str:
                 profile[name] = [*moment, value]
         if event.semantic_id:
             clicks[moment] = event.semantic_id
-    kept = [[*moment, clicks[moment]] for moment in sorted(clicks)[-history:]]
-    return json.dumps({"profile": profile, "history": kept})
+    latest_clicks = [[*moment, clicks[moment]] for moment in sorted(clicks)[-history:]]
+    return json.dumps({"profile": profile, "history": latest_clicks})
 
 
 def _user(text: str | None) -> User:
@@ -152,7 +156,8 @@ def _user(text: str | None) -> User:
 def open_store(config: StoreConfig) -> FeatureStore:
     """Open the store at a URL: sqlite:PATH, redis://HOST:PORT/DB, rediss:// or unix://.
 
-    ConfigError if the URL has another scheme, the store cannot be opened, or redis-py is not installed.
+    Raises:
+        ConfigError: the URL has another scheme, the store cannot be opened, or redis-py is not installed.
     """
     scheme, _, path = config.url.partition(":")
     match scheme:
@@ -161,23 +166,23 @@ def open_store(config: StoreConfig) -> FeatureStore:
         case "redis" | "rediss" | "unix":
             return RedisStore(config)
         case _:
-            raise ConfigError(f"no feature store at {config.url!r}: give sqlite:PATH or redis://HOST:PORT/DB")
+            raise ConfigError(f"no feature store at {config.url!r}: set sqlite:PATH or redis://HOST:PORT/DB")
 
 
 def consume(store: FeatureStore, events: Iterable[Event], *, batch: int = EVENTS_PER_WRITE) -> int:
-    """Write a stream of events in batches; returns their number."""
-    read, stream = 0, iter(events)
+    """Write a stream of events in batches; return their number."""
+    count, stream = 0, iter(events)
     with Progress("features", total=0, unit="events") as progress:
         while some := list(islice(stream, batch)):
             store.write(some)
-            read += len(some)
+            count += len(some)
             progress.advance(len(some))
-    return read
+    return count
 
 
 # --- the two stores ---------------------------------------------------------------------------------------
 
-WRITER_TIMEOUT_S = 30.0  # for other writers
+WRITER_TIMEOUT_S = 30.0  # wait for other writers
 SQLITE_SCHEMA = """
 CREATE TABLE IF NOT EXISTS features (user_id TEXT PRIMARY KEY, text TEXT NOT NULL, written REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS features_written ON features (written);
@@ -188,10 +193,10 @@ SELECT user_id, text FROM features WHERE written > ? AND user_id IN (SELECT valu
 
 
 class SqliteStore(FeatureStore):
-    """Features in an SQLite file. A forked process opens its own store.
+    """Features in an SQLite file. A forked process opens its own connection.
 
-    Write-ahead logging lets readers continue while one process writes; writers wait for each other. A batch
-    is one transaction, so a killed writer leaves all of it or nothing.
+    With the write-ahead log readers continue while one process writes; writers wait for each other. A batch
+    is one transaction: a killed writer has written all of it or nothing.
     """
 
     def __init__(self, path: str, config: StoreConfig) -> None:
@@ -201,14 +206,14 @@ class SqliteStore(FeatureStore):
         self._connection()
 
     def _read(self, user_ids: Sequence[str]) -> list[str | None]:
-        chosen = (time.time() - self._config.ttl_s, json.dumps(list(user_ids)))
-        found: dict[str, str] = dict(self._connection().execute(SQLITE_READ, chosen).fetchall())
-        return [found.get(user_id) for user_id in user_ids]
+        parameters = (time.time() - self._config.ttl_s, json.dumps(list(user_ids)))
+        text_of: dict[str, str] = dict(self._connection().execute(SQLITE_READ, parameters).fetchall())
+        return [text_of.get(user_id) for user_id in user_ids]
 
     def _swap(self, user_ids: Sequence[str], old: Sequence[str | None], new: Sequence[str]) -> list[bool]:
         connection, now = self._connection(), time.time()
         with connection:
-            # Upgrading a read transaction would fail at once instead of waiting.
+            # A read transaction that is upgraded would fail at once instead of waiting.
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("DELETE FROM features WHERE written <= ?", (now - self._config.ttl_s,))
             same = [text == before for text, before in zip(self._read(user_ids), old, strict=True)]
@@ -220,22 +225,22 @@ class SqliteStore(FeatureStore):
         return same
 
     def _connection(self) -> sqlite3.Connection:
-        """The connection of this thread of this process: connections must not be used after a fork."""
+        """Return the connection of this thread and process: connections must not be used after a fork."""
         if getattr(self._local, "process", None) != os.getpid():
             try:
                 opened = sqlite3.connect(self._path, timeout=WRITER_TIMEOUT_S, isolation_level=None)
                 opened.execute("PRAGMA journal_mode=WAL")
-                # A crash of the machine may lose the last batches, which a replay restores; none is torn.
+                # A crash of the machine may lose the last batches, which a replay restores; no batch is torn.
                 opened.execute("PRAGMA synchronous=NORMAL")
                 opened.executescript(SQLITE_SCHEMA)
             except sqlite3.Error as error:
-                raise ConfigError(f"{self._path} is no feature store: {error}; name another file") from error
+                raise ConfigError(f"{self._path} is not a feature store: {error}; set another") from error
             self._local.process, self._local.connection = os.getpid(), opened
         connection: sqlite3.Connection = self._local.connection
         return connection
 
 
-# KEYS: of a user. ARGV: old text or "", new text, milliseconds after which it is forgotten.
+# KEYS: of a user. ARGV: old text or "", new text, milliseconds after which the text is deleted.
 REDIS_SWAP = """
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])

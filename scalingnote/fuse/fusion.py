@@ -3,8 +3,8 @@
     DocumentFusion    embedding, semantic ID, hashed id and declared features ─► final embedding
     QueryFusion       embedding, planner's words, profile and history of the user ─► final embedding
 
-What is not known of a document, query or user is missing, as it is now and then in training: an anonymous
-query without a planner keeps its embedding, bit for bit.
+Unknown features of a document, query or user are treated as missing, which they sometimes are in training,
+too. An anonymous query without a planner keeps its embedding, bit for bit.
 """
 
 import json
@@ -37,7 +37,7 @@ from scalingnote.triplets.planner.planner import TermScores
 
 WEIGHTS_FILE, FACTS_FILE = "network.safetensors", "fusion.json"
 DOCUMENTS_PER_PASS = 4096
-QUERY_WORDS = 8  # most important words that are read of a query
+QUERY_WORDS = 8  # most important words of a query that are read
 F = TypeVar("F", bound="_Fusion")
 
 
@@ -52,11 +52,11 @@ class _Fusion:
 
     @classmethod
     def load(cls: type[F], folder: Path) -> F:
-        """The side that was saved in a folder; ArtifactError when there is none."""
+        """Load the side that was saved in a folder; raise ArtifactError if there is none."""
         file = folder / FACTS_FILE
         if not file.exists():
             raise ArtifactError(
-                f"{folder} holds no trained fusion: {FACTS_FILE} is missing; run the stage fuse"
+                f"{folder} has no trained fusion: {FACTS_FILE} is missing; run the stage fuse"
             )
         facts = json.loads(file.read_text(encoding="utf-8"))
         config = validate(cls._config_type, facts["config"], source=str(file))
@@ -98,12 +98,12 @@ class DocumentFusion(_Fusion):
         embeddings: Float[ndarray, "docs dim"],
         codes: Integer[ndarray, "docs levels"],
     ) -> Float32[ndarray, "docs dim"]:
-        """Final embeddings of documents, of unit length and in order.
+        """Compute final embeddings of documents, of unit length and in order.
 
         Args:
-            documents: has a column doc_id, and the features that are known.
+            documents: has a column doc_id, and the known features.
             embeddings: the `summary` embeddings, of unit length.
-            codes: of the semantic IDs; -1 in a row for a document without one.
+            codes: of the semantic IDs; a row of -1 for a document without one.
 
         Raises:
             ArtifactError: `codes` have another number of levels than in training.
@@ -130,7 +130,7 @@ class DocumentFusion(_Fusion):
 
 
 def id_buckets(hashes: UInt64[ndarray, " docs"], config: DocumentSide) -> Int[ndarray, " docs"]:
-    """The row of each document in the table of hashed ids; 0 where the side has no such table.
+    """Compute the row of each document in the table of hashed ids; 0 if the side has no such table.
 
     `hashes` are those of the documents' ids.
     """
@@ -150,12 +150,12 @@ class QueryFusion(_Fusion):
         users: Sequence[User],
         terms: TermScores | None = None,
     ) -> Float32[ndarray, "queries dim"]:
-        """Final embeddings of queries, of unit length and in order.
+        """Compute final embeddings of queries, of unit length and in order.
 
         Args:
             embeddings: of the query tower, of unit length.
             users: the user of each query, an empty User for an unknown one.
-            terms: the planner's, of the same queries; None: words are missing.
+            terms: the planner's terms of the same queries; None: words are missing.
         """
         words, importances = important_words(terms, len(embeddings))
         queries = QueryInputs.of(
@@ -170,7 +170,7 @@ class QueryFusion(_Fusion):
         return fused
 
     def _history_codes(self, histories: Sequence[Sequence[str]]) -> Int64[ndarray, "queries last levels"]:
-        """Codes of the last documents of each history that has valid IDs; -1 fills the front."""
+        """Parse the codes of the last documents with valid IDs of each history; -1 fills the front."""
         ids, last = self._network.semantic_ids, self._network.config.history
         out = np.full((len(histories), last, ids.levels), -1, np.int64)
         for row, history in enumerate(histories):
@@ -184,10 +184,10 @@ class QueryFusion(_Fusion):
 def important_words(
     terms: TermScores | None, queries: int
 ) -> tuple[Int64[ndarray, "queries words"], Float32[ndarray, "queries words"]]:
-    """Hashes and importances of the QUERY_WORDS most important words of each query, the first ones first.
+    """Find hashes and importances of the QUERY_WORDS most important words of each query, in descending order.
 
-    Of equally important words the first of the query is the first; NO_WORD is the importance where a query
-    has no further word.
+    Equally important words are in the order of the query. The importance is NO_WORD in the places for which a
+    query has no further word.
     """
     hashes = np.zeros((queries, QUERY_WORDS), np.int64)
     importances = np.full((queries, QUERY_WORDS), NO_WORD, np.float32)
@@ -202,7 +202,7 @@ def important_words(
 
 
 def codes_of(semantic_id: str, levels: int, size: int) -> list[int] | None:
-    """The codes of a semantic ID "c0-c1-...-suffix"; None when it is not of these codebooks."""
+    """Parse the codes of a semantic ID "c0-c1-...-suffix"; None if it is not from these codebooks."""
     parts = semantic_id.split("-")
     if len(parts) != levels + 1 or not all(part.isdecimal() for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""Impressions become clicks: what each user clicked, passed over, and had clicked before.
+"""Impressions become clicks, each with the documents that the user skipped and those clicked before.
 
     impressions, users ─by user─► bucket ─► clicks
 
@@ -30,7 +30,7 @@ Documents = UInt64[ndarray, "clicks documents"]
 
 
 def test_split(dataset: Artifact) -> dict[str, pa.Array]:
-    """Values of columns by which impressions are left out, of histories too: what only a test may see."""
+    """Find column values of the test split: impressions with them are left out, also from histories."""
     test = queries_of_split(dataset, "test")["query_id"].combine_chunks()
     return {"doc_id": held_out_documents(dataset), "query_id": test}
 
@@ -45,9 +45,9 @@ def scatter(
     folder: str,
     parts: int,
 ) -> JsonRecord:
-    """Scatter the columns of a table by user: ``impressions``, or ``users``.
+    """Scatter the columns of a table, ``impressions`` or ``users``, by user.
 
-    Rows are left out where a column has a value that `without` has for it.
+    Rows that have a value of `without` in the column of that name are left out.
     """
     rows = pa.concat_tables(dataset.table(part, layout.names) for part in item[1])
     for column, values in without.items():
@@ -59,24 +59,24 @@ def scatter(
 
 
 def _keys(impressions: pa.Table) -> pa.ChunkedArray:
-    """The key by which impressions are scattered: the user, or the session of an unknown one."""
+    """Return the key by which impressions are scattered: the user, or the session if the user is unknown."""
     return pc.coalesce(impressions["user_id"], impressions["session_id"])
 
 
 def training_rows(impressions: pa.Table, *, last: int, skipped: int) -> pa.Table:
-    """A row per click, ordered by user, start of the session, session and position.
+    """Build a row per click, ordered by user, start of the session, session and position.
 
     Args:
-        impressions: of whole users, with the columns of SCHEMA.
+        impressions: all impressions of each user, with the columns of SCHEMA.
         last: length of a history.
-        skipped: documents of a row beside the clicked one.
+        skipped: number of documents of a row in addition to the clicked one.
 
     Returns:
-        Columns of hashes: ``query``; ``user``, NO_HASH where unknown; ``group``, the clicked document and
-        those shown for the same query in the same session and never clicked for it there, each once, first
-        those above the click, the nearest first; ``history``, the last documents that the user clicked in
-        sessions that started before this one, the latest last. NO_HASH is in the place of no document, at
-        the end of a group and at the front of a history.
+        Columns of hashes. ``query``. ``user``: NO_HASH if unknown. ``group``: the clicked document, then
+        those that were shown for the same query in the same session and not clicked for it there, each once,
+        first those above the click, the nearest first. ``history``: the last documents that the user clicked
+        in sessions that started before this one, the latest last. NO_HASH fills the end of a group and the
+        front of a history.
     """
     rows = pd.DataFrame(
         {
@@ -101,7 +101,6 @@ def training_rows(impressions: pa.Table, *, last: int, skipped: int) -> pa.Table
 
 
 def _histories(clicks: pd.DataFrame, *, last: int) -> Documents:
-    """The history of each click."""
     # Clicks are sorted by user and session start: a history is the clicks just before the session's first.
     clicks = clicks.assign(number=np.arange(len(clicks)))
     of_user = clicks.groupby("user")["number"].transform("min").to_numpy(np.int64)
@@ -113,7 +112,6 @@ def _histories(clicks: pd.DataFrame, *, last: int) -> Documents:
 
 
 def _skipped_documents(rows: pd.DataFrame, clicks: pd.DataFrame, *, most: int) -> Documents:
-    """Skipped documents of each click."""
     search = ["user", "session", "query"]
     # Some logs have one row for a document that was shown, and another for the click on it.
     was_clicked = rows.groupby([*search, "doc"])["clicked"].transform("any")

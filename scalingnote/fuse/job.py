@@ -1,4 +1,4 @@
-"""The fuse stage on Ray: it trains both networks on clicks, and writes final embeddings of all documents.
+"""The fuse stage on Ray, which trains both networks on clicks and writes final embeddings of all documents.
 
     impressions, users, features ─prepare─► store ─Ray Train─► both networks ─parts─► final embeddings
 
@@ -60,10 +60,10 @@ def run(
 ) -> Artifact:
     """Train fusion and write the final embeddings; a call after a killed one resumes it.
 
-    All arguments but `config` are URIs; the query tower is the student's, if there is one.
+    All arguments except `config` are URIs. The query tower is the student's, if there is a student.
 
     Raises:
-        DataError: no clicks to learn from.
+        DataError: there are no clicks to train on.
         ConfigError: the dataset lacks a declared feature, there is no query tower, or embeddings are not
             compared by cosine.
     """
@@ -80,7 +80,7 @@ def run(
     require_origin(parents["semantic_ids"], parents["embeddings"])
     if parents["embeddings"].manifest.info.get("similarity", "cosine") != "cosine":
         raise ConfigError(
-            f"{embeddings} has documents of their own length, compared by dot, and fusion scales them to 1: "
+            f"{embeddings} has embeddings of any length, compared by dot, and fusion scales them to 1: "
             "leave fuse out, or set adopt.similarity to cosine"
         )
     cluster.check_resources_early(config.writers, task_cpus=config.writers.readers, knob=WRITERS)
@@ -103,14 +103,14 @@ def _tower(dual_encoder: str | None, student: str | None) -> Artifact:
         return open_artifact(student, kind="student")
     if dual_encoder:
         return open_artifact(dual_encoder, kind="dual_encoder")
-    raise ConfigError("fusion needs the query tower that serves: give a student or a dual_encoder")
+    raise ConfigError("fusion needs the query tower that serves: pass a student or a dual_encoder")
 
 
 # --- the final embeddings ---------------------------------------------------------------------------------
 
 
 def _fuse(config: FuseConfig, corpus: FusedCorpus, draft: Draft) -> int:
-    """Write the final embeddings, part by part; their number."""
+    """Write the final embeddings, part by part; return their number."""
     source = corpus.embeddings
     rows = source.rows_of(source.names("embeddings/", ".parquet"))
     encoder = partial(FusedParts, corpus=corpus, output=draft.uri)
@@ -121,7 +121,7 @@ def _fuse(config: FuseConfig, corpus: FusedCorpus, draft: Draft) -> int:
 
 
 class FusedParts:
-    """Fuses documents by the trained network, in a worker."""
+    """Worker that fuses the documents of parts by the trained network."""
 
     def __init__(self, *, corpus: FusedCorpus, output: str) -> None:
         self._corpus = corpus
@@ -130,9 +130,9 @@ class FusedParts:
         self._fusion = DocumentFusion.load(fs.download(output, files, version=version) / DOCUMENT_SIDE)
 
     def __call__(self, name: str, _: None) -> EncodedPart:
-        """A part of the final embeddings."""
+        """Compute a part of the final embeddings."""
         fused = self._fusion.fuse(*read_part(self._corpus, name, self._fusion.columns))
-        # The other columns (term weights) stay as they are.
+        # The other columns (term weights) do not change.
         plain = self._corpus.embeddings.table(name)
         place = plain.schema.get_field_index(INDEXED_VIEW)
         column = arrow.to_arrow(fused, dtype=arrow.dtype_of(plain.schema.field(INDEXED_VIEW)))
@@ -149,10 +149,10 @@ class ClickBatches:
         self._store, self._order, self._rank, self._world = store, order, rank, world
 
     def __call__(self, step: int) -> Clicks:
-        """This rank's share of a step."""
+        """Read this rank's share of a step."""
         rows = self._order.batch(step)[self._rank :: self._world]
         clicks = self._read("rows", rows, "query", "group", "history", "log_q", "features")
-        # Document 0 stands in for all absent ones, which are masked.
+        # Document 0 is in the place of all absent ones, which are masked.
         documents = np.maximum(clicks["group"], 0).ravel()
         return Clicks(
             QueryInputs.of(
@@ -178,26 +178,26 @@ class ClickBatches:
 def _prepare_rank(
     rank: int, world: int, *, config: FuseConfig, store: str, semantic_ids: str
 ) -> RankTraining:
-    opened = Store.open(store)
+    tables = Store.open(store)
     encodings = {
-        table: [Encoding.model_validate(each) for each in fitted]
-        for table, fitted in opened.facts["encodings"].items()
+        table: [Encoding.model_validate(each) for each in values]
+        for table, values in tables.facts["encodings"].items()
     }
     ids = open_artifact(semantic_ids, kind="semantic_ids")
     codebooks = safetensors.load(ids.read_bytes("codebooks.safetensors"))["codebooks"].float()
-    documents = opened["documents"]
+    documents = tables["documents"]
     seen = torch.zeros(config.document.id_buckets or 1, dtype=torch.bool)
     seen[torch.from_numpy(documents.values("buckets", np.arange(len(documents))))] = True
     build_stage = partial(build, config, codebooks, encodings, seen=seen)
-    order = Order(config, opened.facts["sizes"])
-    batches = ClickBatches(opened, order, rank=rank, world=world)
+    order = Order(config, tables.facts["sizes"])
+    batches = ClickBatches(tables, order, rank=rank, world=world)
     return RankTraining(build_stage(), build_stage, batches, _save)
 
 
 def build(
     config: FuseConfig, codebooks: torch.Tensor, encodings: Encodings, *, seen: torch.Tensor | None = None
 ) -> FusionStage:
-    """Both networks and their losses, with initial weights that follow from ``config.seed``.
+    """Build both networks and their losses, with initial weights that depend on ``config.seed``.
 
     Args:
         config: of the stage.
@@ -207,7 +207,7 @@ def build(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        # Both sides share the tables, so that histories and documents are in the same space.
+        # Both sides share the tables, so that histories and documents are in one space.
         shared: dict[str, Any] = {"semantic_ids": SemanticIdEmbedding(codebooks), "dropout": config.hide}
         prefixes = prefix_lengths(config.losses.matryoshka, dim=codebooks.shape[2])
         return FusionStage(

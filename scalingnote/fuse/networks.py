@@ -2,12 +2,13 @@
 
     out = unit(embedding + gate * network(embedding, features))        gate starts at 0 (ReZero)
 
-:class:`DocumentNetwork` and :class:`QueryNetwork` give their features to :class:`ResidualFusion` as slots. A
-learnt row replaces a missing feature. Where all features are missing, the embedding is returned bit for bit.
+:class:`DocumentNetwork` and :class:`QueryNetwork` pass their features to :class:`ResidualFusion` as slots. A
+learnt row replaces a missing feature. If all features are missing, the embedding is returned bit for bit.
 
-Documents that other users clicked are negatives, popular ones too often: the softmax over them is corrected
-for that, so that it estimates the softmax over all documents. Documents that the same user saw in the same
-session and skipped are scored beside the click alone: neither popularity nor exposure biases them.
+Documents that other users clicked are negatives, and popular ones are negatives too often. The softmax over
+them is corrected for that, so that it estimates the softmax over all documents. Documents that the same user
+saw in the same session and skipped are compared only with the click: neither popularity nor exposure biases
+them.
 """
 
 from collections.abc import Sequence
@@ -29,9 +30,9 @@ from scalingnote.train.losses import cross_entropy, prefixes
 R = TypeVar("R", bound="_TensorRecord")
 # The values of a feature, and which rows have one.
 FeatureSlot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
-NO_WORD = -1.0  # importance in a place where a query has no further word
+NO_WORD = -1.0  # importance in the places for which a query has no further word
 EMBEDDING_WIDTH = 16  # of a value, a range, a word, a hashed id and a cross
-WORD_STATISTICS = 4  # numbers beside the mean of a query's words, see _word_slot
+WORD_STATISTICS = 4  # numbers in addition to the mean of a query's words, see _word_slot
 WORD_BUCKETS, CROSS_BUCKETS = 16_384, 65_536  # rows of the tables of hashed words, and of hashed crosses
 HIDDEN_WIDTH = 256  # of the layer between inputs and outputs
 
@@ -41,15 +42,15 @@ HIDDEN_WIDTH = 256  # of the layer between inputs and outputs
 
 @dataclass(frozen=True)
 class _TensorRecord:
-    """A batch whose fields are tensors or records of tensors."""
+    """A batch with tensors, or records of tensors, as its fields."""
 
     @classmethod
     def of(cls: type[R], **columns: Shaped[ndarray, "rows ..."]) -> R:
-        """A batch whose fields are copies of these arrays."""
+        """Build a batch with copies of these arrays as its fields."""
         return cls(**{name: torch.tensor(column) for name, column in columns.items()})
 
     def to(self: R, device: torch.device) -> R:
-        """A copy on a device."""
+        """Copy the batch to a device."""
         return type(self)(**{name: part.to(device) for name, part in vars(self).items()})
 
 
@@ -69,7 +70,7 @@ class QueryInputs(_TensorRecord):
 
     embeddings: Float[Tensor, "queries dim"]  # of unit length
     words: Int64[Tensor, "queries words"]  # hashes, the most important first
-    importances: Float[Tensor, "queries words"]  # NO_WORD where there is no word
+    importances: Float[Tensor, "queries words"]  # NO_WORD if there is no word
     features: Float[Tensor, "queries width"]  # of the profile
     history: Int[Tensor, "queries last levels"]  # codes, the latest document last; -1 is no document
 
@@ -80,8 +81,8 @@ class QueryInputs(_TensorRecord):
 class ResidualFusion(nn.Module):
     """The residual network of one side.
 
-    `widths` are those of the features; `dropout` is the probability with which training replaces a feature of
-    a row as if it were missing.
+    `widths` are those of the features; `dropout` is the probability that training treats a feature of a row
+    as missing.
     """
 
     def __init__(self, dim: int, widths: Sequence[int], *, dropout: float = 0.0) -> None:
@@ -95,7 +96,7 @@ class ResidualFusion(nn.Module):
     def forward(
         self, embeddings: Float[Tensor, "rows dim"], features: Sequence[FeatureSlot]
     ) -> Float[Tensor, "rows dim"]:
-        """Fused embeddings of unit length; `features` in the order of `widths`."""
+        """Compute fused embeddings of unit length; `features` are in the order of `widths`."""
         present = torch.stack([known for _, known in features], dim=1)
         if self.training and self._dropout:
             present = present & (torch.rand(present.shape, device=present.device) >= self._dropout)
@@ -103,7 +104,7 @@ class ResidualFusion(nn.Module):
             torch.where(known[:, None], values, missing)
             for (values, _), known, missing in zip(features, present.unbind(1), self.missing, strict=True)
         ]
-        # The correction is small at first: bfloat16 is exact enough for it, but not for the sum.
+        # The correction is small at first: bfloat16 is precise enough for it, but not for the sum.
         correction = self.network(torch.cat([embeddings, *slots], dim=1)).float()
         fused = F.normalize(embeddings + self.gate * correction, dim=-1)
         return torch.where(present.any(dim=1, keepdim=True), fused, embeddings)
@@ -118,16 +119,16 @@ class SemanticIdEmbedding(nn.Module):
         self.tables = nn.Parameter(codebooks.detach().clone().flatten(0, 1))
 
     def forward(self, codes: Int[Tensor, "*rows levels"]) -> Float[Tensor, "*rows dim"]:
-        """The sum over levels; a code of -1 adds nothing."""
+        """Sum the rows of all levels; a code of -1 adds nothing."""
         valid = codes >= 0
         rows = codes.clamp(min=0) + torch.arange(self.levels, device=codes.device) * self.codes
         return (F.embedding(rows, self.tables) * valid.unsqueeze(-1)).sum(dim=-2)
 
 
 def _table(rows: int) -> nn.Embedding:
-    """A table of embeddings of about unit length."""
-    drawn = torch.randn(rows, EMBEDDING_WIDTH) * EMBEDDING_WIDTH**-0.5
-    return nn.Embedding(rows, EMBEDDING_WIDTH, _weight=drawn)
+    """Create a table of random embeddings of about unit length."""
+    weight = torch.randn(rows, EMBEDDING_WIDTH) * EMBEDDING_WIDTH**-0.5
+    return nn.Embedding(rows, EMBEDDING_WIDTH, _weight=weight)
 
 
 class FeatureColumns(nn.Module):
@@ -140,7 +141,7 @@ class FeatureColumns(nn.Module):
         self.widths = [EMBEDDING_WIDTH if encoding.size else encoding.width for encoding in encodings]
 
     def forward(self, features: Float[Tensor, "rows width"]) -> list[FeatureSlot]:
-        """The embedding of a value that has one, and else its numbers."""
+        """Return the embedding of a value that has one, and the numbers of other values."""
         slots = []
         for table, column in zip(self.tables, features.split(self._widths, dim=1), strict=True):
             values = column.nan_to_num()
@@ -153,10 +154,10 @@ class FeatureColumns(nn.Module):
 
 
 class DocumentNetwork(nn.Module):
-    """Final document embeddings from embedding, semantic ID, hashed id and declared features.
+    """Network from embedding, semantic ID, hashed id and declared features to the final document embedding.
 
     Both sides share `semantic_ids`. `seen` are the buckets of ids in training (None: all): an id in another
-    bucket is missing, as its row is random. `dropout` is that of :class:`ResidualFusion`.
+    bucket is missing, because its row is random. `dropout` is that of :class:`ResidualFusion`.
     """
 
     seen: Bool[Tensor, " buckets"]
@@ -184,7 +185,7 @@ class DocumentNetwork(nn.Module):
         self.fusion = ResidualFusion(semantic_ids.dim, widths, dropout=dropout)
 
     def forward(self, documents: DocumentInputs) -> Float[Tensor, "docs dim"]:
-        """Rows without any feature keep their embedding, bit for bit."""
+        """Compute final embeddings; rows without any feature keep their embedding, bit for bit."""
         slots = [(self.semantic_ids(documents.codes), (documents.codes >= 0).all(dim=1))]
         if self.ids is not None:
             slots.append((self.ids(documents.buckets), self.seen[documents.buckets]))
@@ -194,7 +195,7 @@ class DocumentNetwork(nn.Module):
 
 
 class QueryNetwork(nn.Module):
-    """Final query embeddings from embedding, planner's words, profile, crosses and history of the user.
+    """Network from embedding, planner's words, profile, crosses and history to the final query embedding.
 
     Both sides share `semantic_ids`. `dropout` is that of :class:`ResidualFusion`.
     """
@@ -222,7 +223,7 @@ class QueryNetwork(nn.Module):
         self.fusion = ResidualFusion(dim, widths, dropout=dropout)
 
     def forward(self, queries: QueryInputs) -> Float[Tensor, "queries dim"]:
-        """Rows without any feature keep their embedding, bit for bit."""
+        """Compute final embeddings; rows without any feature keep their embedding, bit for bit."""
         slots = [_word_slot(self.words(queries.words % WORD_BUCKETS), queries.importances)]
         slots += self.columns(queries.features)
         if self.crosses is not None:
@@ -232,7 +233,7 @@ class QueryNetwork(nn.Module):
             slots += zip(buckets.unbind(1), known.unbind(1), strict=True)
         valid = (queries.history >= 0).all(dim=2)
         pooled = self.pool(queries.embeddings, self.semantic_ids(queries.history), valid)
-        # The history alone, and its product with the query: the part of it that bears on the query.
+        # The history, and its product with the query: the part of it that is relevant to the query.
         slots += [(value, valid.any(dim=1)) for value in (pooled, pooled * queries.embeddings)]
         fused: Tensor = self.fusion(queries.embeddings, slots)
         return fused
@@ -241,10 +242,10 @@ class QueryNetwork(nn.Module):
 def cross_buckets(
     words: Int64[Tensor, " queries"], values: Int64[Tensor, "queries crosses"]
 ) -> Int64[Tensor, "queries crosses"]:
-    """A bucket for each pair of a query's most important word and a value of the profile.
+    """Compute a bucket for each pair of a query's most important word and a value of the profile.
 
-    The multipliers and the first shift, which fills with zeros, are splitmix64's (Steele, Lea and Flood,
-    2014), as integers with a sign.
+    The multipliers and the first shift, which fills with zeros, are those of splitmix64 (Steele, Lea and
+    Flood, 2014), as signed integers.
     """
     columns = torch.arange(1, 1 + values.shape[1], device=values.device) << 32
     mixed = words[:, None] ^ ((values + columns) * -0x61C8864680B583EB)
@@ -255,7 +256,11 @@ def cross_buckets(
 def _word_slot(
     words: Float[Tensor, "queries words width"], importances: Float[Tensor, "queries words"]
 ) -> FeatureSlot:
-    """The words' mean, weighted by importance; their number, highest and mean importance, and its ratio."""
+    """Compute the slot of the words: their mean, weighted by importance, and WORD_STATISTICS numbers.
+
+    These are the share of places with a word, the highest and the mean importance, and the highest importance
+    divided by the sum.
+    """
     valid = importances != NO_WORD
     weights = importances * valid
     total, count = weights.sum(dim=1), valid.sum(dim=1)
@@ -266,11 +271,12 @@ def _word_slot(
 
 
 class _HistoryPool(nn.Module):
-    """Pools the documents of a history to one vector, by the attention of the query."""
+    """Pooling of the documents of a history to one vector, by the attention of the query."""
 
     def __init__(self, last: int, dim: int) -> None:
         super().__init__()
-        # Starts as the cosine of query and document: tables of semantic IDs start as the centroids.
+        # The identity: the score starts as the product of query and document, because tables of semantic IDs
+        # start as the centroids.
         self.ask = nn.Linear(dim, dim, bias=False)
         nn.init.eye_(self.ask.weight)
         self.recent = nn.Parameter(torch.zeros(last))
@@ -296,19 +302,19 @@ class Clicks(_TensorRecord):
 
     queries: QueryInputs
     documents: DocumentInputs  # row by row of `group`
-    group: Int[Tensor, "queries group"]  # row numbers of the corpus, the clicked first; -1 is no document
+    group: Int[Tensor, "queries group"]  # row numbers of the corpus, the clicked one first; -1: no document
     log_q: Float[Tensor, " queries"]  # log of the share of clicks that the clicked document has
 
 
 class FusionStage(nn.Module):
-    """Both sides and the losses as the one module that training steps."""
+    """Both sides and the losses, as the one module that is trained."""
 
     def __init__(self, documents: DocumentNetwork, queries: QueryNetwork, losses: FusionLosses) -> None:
         super().__init__()
         self.documents, self.queries, self._losses = documents, queries, losses
 
     def forward(self, clicks: Clicks) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """The loss of this rank, whose mean over ranks is the global loss, and its parts for the log."""
+        """Compute the loss of this rank and its parts for the log; its mean over ranks is the global loss."""
         queries = self.queries(clicks.queries).float()
         documents = self.documents(clicks.documents).float().unflatten(0, clicks.group.shape)
         # bfloat16 would round cosines to 1/256, twenty times that when divided by the temperature.
@@ -323,14 +329,14 @@ def fusion_loss(
     clicks: Clicks,
     losses: FusionLosses,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """Both losses, summed over Matryoshka prefixes; the batch is that of all ranks.
+    """Compute both losses, summed over Matryoshka prefixes; the batch is that of all ranks.
 
         s_c(x_i, y_j) = s(x_i, y_j) - log p_j
         batch = -mean_i log( exp s_c(x_i, y_i) / sum_j exp s_c(x_i, y_j) )
 
     (Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations",
     section 3: s^c, and the batch softmax of it). p_j is the probability that a row of a batch has document j:
-    its share of all clicks in training, counted rather than estimated from a stream. A factor common to all
+    its share of all clicks in training, which is counted, not estimated from a stream. A factor common to all
     p, such as the batch size, cancels. A query's own document in other rows is ignored.
     """
     all_clicked_rows = gather(clicks.group[:, 0])
@@ -338,10 +344,10 @@ def fusion_loss(
     positives = torch.arange(len(queries), device=queries.device) + rank() * len(queries)
     same = clicks.group[:, :1] == all_clicked_rows
     parts = {"batch": queries.new_zeros(()), "skipped": queries.new_zeros(())}
-    for query, all_clicked, own in prefixes(queries, clicked, documents, dims=losses.matryoshka):
+    for query, all_clicked, group in prefixes(queries, clicked, documents, dims=losses.matryoshka):
         scores = query @ all_clicked.T / losses.temperature - log_q
         parts["batch"] += cross_entropy(scores, positives=positives, ignore=same)
-        scores = torch.einsum("qd,qgd->qg", query, own) / losses.temperature
+        scores = torch.einsum("qd,qgd->qg", query, group) / losses.temperature
         first = torch.zeros(len(queries), dtype=torch.long, device=queries.device)
         parts["skipped"] += cross_entropy(scores, positives=first, ignore=clicks.group < 0)
     return parts["batch"] + parts["skipped"], parts

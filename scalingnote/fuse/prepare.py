@@ -2,13 +2,13 @@
 
     documents, users       ─► encodings        vocabularies and ranks
     impressions, users     ─► clicks           hashes of query and documents, profile of the user
-    embeddings and codes   ─► documents        those that clicks name
+    embeddings and codes   ─► documents        those that occur in clicks
     queries                ─► queries          by the query tower and the planner (actors)
     clicks                 ─► rows             clicks by row numbers, and log of each document's share
 
-Work is done in slices, as in the preparation of stage I: a killed run repeats the slices without a record.
-Sorted hashes of all that clicks name are in files: ``named.arrow`` of documents, beside each of which
-``shares.arrow`` has its share of all clicks, and ``asked.arrow`` of queries.
+Work is done in slices, as in the preparation of stage I: a resumed run repeats only slices without a record.
+Files hold the sorted hashes of all documents (``named.arrow``) and queries (``asked.arrow``) in clicks.
+``shares.arrow`` has the share of all clicks of each document in ``named.arrow``.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ from scalingnote.train.tokens import in_sorted, row_numbers
 
 log = get_logger("fuse")
 WRITERS = "fuse.writers"
-FEATURE_SAMPLE_ROWS = 1 << 20  # that features are fitted to
+FEATURE_SAMPLE_ROWS = 1 << 20  # rows that features are fitted to
 Encodings = dict[str, list[Encoding]]  # of the features of "documents" and "users"
 
 
@@ -66,12 +66,13 @@ class FusedCorpus(NamedTuple):
 def read_part(
     corpus: FusedCorpus, part: str, columns: Sequence[str]
 ) -> tuple[pa.Table, Float32[ndarray, "docs dim"], Int32[ndarray, "docs levels"]]:
-    """The documents of a part of the embeddings, in its order.
-
-    ArtifactError if an embedding has no document or no semantic ID: the artifacts are of different runs.
+    """Read the documents of a part of the embeddings, in its order.
 
     Returns:
         A table of doc_id and these columns of features, embeddings of the towers, codes of semantic IDs.
+
+    Raises:
+        ArtifactError: an embedding has no document or no semantic ID; the artifacts are from different runs.
     """
     name = part.removeprefix("embeddings/")
     embeddings = corpus.embeddings.table(part, ["doc_id", INDEXED_VIEW])
@@ -90,18 +91,18 @@ def read_part(
 def prepare(
     config: FuseConfig, corpus: FusedCorpus, *, planner: Artifact, tower: Artifact, folder: str
 ) -> dict[str, Any]:
-    """Write the store of a run into `folder`, or find it there; returns its facts.
+    """Write the store of a run into `folder` unless it is there; return its facts.
 
     Args:
         config: of the stage.
         corpus: documents, and the impressions and users of its dataset.
         planner: scores the words of queries.
-        tower: the artifact whose query tower encodes queries.
-        folder: must belong to this config and these artifacts, as a Draft's work directory does.
+        tower: artifact with the query tower that encodes queries.
+        folder: must belong to this config and these artifacts, like a Draft's work directory.
 
     Raises:
         ConfigError: the dataset lacks a declared feature.
-        DataError: it has no clicks to learn from.
+        DataError: the dataset has no clicks to train on.
     """
     if Store.is_complete(folder):
         return Store.facts_of(folder)
@@ -125,7 +126,7 @@ def prepare(
     left_out = sum(record["left_out"] for record in rows)
     if left_out:
         log.warning(
-            "%s clicks left out: of documents without an embedding, or of queries that are not for training",
+            "%s clicks left out: their document has no embedding, or their query is not for training",
             f"{left_out:,}",
         )
     facts = {
@@ -138,7 +139,7 @@ def prepare(
 
 
 def _fit(features: Sequence[Feature], dataset: Artifact, table: str) -> list[Encoding]:
-    """Fit features to about FEATURE_SAMPLE_ROWS rows of a table, or to all: parts at equal distances."""
+    """Fit features to all rows of a table, or to about FEATURE_SAMPLE_ROWS: parts at equal distances."""
     if not features:
         return []
     parts = dataset.table_parts(table)
@@ -156,11 +157,11 @@ def _fit(features: Sequence[Feature], dataset: Artifact, table: str) -> list[Enc
 
 
 def write_clicks(config: FuseConfig, dataset: Artifact, profile: list[Encoding], *, folder: str) -> None:
-    """Write clicks by bucket, and what the module's docstring says of the documents and queries in them."""
+    """Write clicks by bucket, hashes of the documents and queries in them, and the documents' shares."""
     run = partial(run_slices, folder=folder, each=cluster.map_tasks, section="fuse")
     if not dataset.table_parts("impressions"):
         raise DataError(
-            f"{dataset.uri} has no impressions, which fusion learns from: "
+            f"{dataset.uri} has no impressions, which fusion is trained on: "
             "set dataset.click_model, or fuse to null"
         )
     layouts, without = {"impressions": impressions.SCHEMA}, impressions.test_split(dataset)
@@ -173,13 +174,13 @@ def write_clicks(config: FuseConfig, dataset: Artifact, profile: list[Encoding],
         run(f"scatter-{table}", partial(scatter, folder=folder, parts=config.parts), slices(dataset, table))
     clicks = partial(_clicks, config=config, profile=profile, layouts=layouts, folder=folder)
     run("clicks", clicks, range(config.parts))
-    named, _ = (merge_hashes(folder, name, files=config.parts) for name in ("named", "asked"))
-    counts = np.zeros(len(named), np.int64)
+    document_hashes, _ = (merge_hashes(folder, name, files=config.parts) for name in ("named", "asked"))
+    counts = np.zeros(len(document_hashes), np.int64)
     for bucket in range(config.parts):
-        counted = read_table(fs.join(folder, file_name("counts", bucket)))
-        counts[np.searchsorted(named, counted["hash"])] += np.asarray(counted["count"])
+        bucket_counts = read_table(fs.join(folder, file_name("counts", bucket)))
+        counts[np.searchsorted(document_hashes, bucket_counts["hash"])] += np.asarray(bucket_counts["count"])
     if not len(counts):
-        raise DataError(f"{dataset.uri} has no clicks outside the test split to learn from")
+        raise DataError(f"{dataset.uri} has no clicks outside the test split to train on")
     write_table(fs.join(folder, "shares.arrow"), pa.table({"share": counts / counts.sum()}))
 
 
@@ -223,18 +224,18 @@ def _clicks(
 def _documents(
     item: NumberedSlice, *, corpus: FusedCorpus, config: FuseConfig, encodings: list[Encoding], folder: str
 ) -> JsonRecord:
-    """Write the documents of a slice that clicks name, as the network reads them."""
-    named, pieces = read_array(fs.join(folder, "named.arrow")), []
+    """Write the documents of a slice that occur in clicks, in the columns that the network reads."""
+    clicked, pieces = read_array(fs.join(folder, "named.arrow")), []
     for part in item[1]:
         table, embeddings, codes = read_part(corpus, part, columns_of(encodings))
         hashes = hash_of(table["doc_id"])
-        kept = np.flatnonzero(in_sorted(hashes, named))
+        rows = np.flatnonzero(in_sorted(hashes, clicked))
         columns = {
-            "hash": pa.array(hashes[kept]),
-            "embeddings": arrow.to_arrow(embeddings[kept]),
-            "codes": arrow.to_arrow(codes[kept]),
-            "buckets": pa.array(id_buckets(hashes[kept], config.document)),
-            "features": arrow.to_arrow(encode(encodings, table.take(pa.array(kept)))),
+            "hash": pa.array(hashes[rows]),
+            "embeddings": arrow.to_arrow(embeddings[rows]),
+            "codes": arrow.to_arrow(codes[rows]),
+            "buckets": pa.array(id_buckets(hashes[rows], config.document)),
+            "features": arrow.to_arrow(encode(encodings, table.take(pa.array(rows)))),
         }
         pieces.append(pa.table(columns))
     files = write_tables(folder, {file_name("documents", item[0]): pa.concat_tables(pieces)})
@@ -244,7 +245,7 @@ def _documents(
 def _encode_queries(
     config: FuseConfig, dataset: Artifact, planner: Artifact, tower: Artifact, folder: str
 ) -> list[JsonRecord]:
-    """Write the training queries that have clicks, as the network reads them."""
+    """Write the training queries that have clicks, in the columns that the network reads."""
     sizes = dataset.rows_of(dataset.table_parts("queries"))
     records = encode_parts(
         partial(QueryParts, tower=tower, planner=planner),
@@ -261,7 +262,7 @@ def _encode_queries(
 
 
 def read_queries(name: str, *, dataset: Artifact, folder: str) -> pa.Table:
-    """Hashes and texts of the training queries of a part that have clicks."""
+    """Read hashes and texts of the training queries of a part that have clicks."""
     queries = dataset.table(dataset.table_parts("queries")[int(Path(name).stem)])
     queries = queries.filter(pc.equal(queries["split"], "train"))
     hashes = hash_of(queries["query_id"])
@@ -270,7 +271,7 @@ def read_queries(name: str, *, dataset: Artifact, folder: str) -> pa.Table:
 
 
 class QueryParts:
-    """Encodes queries by the query tower and the planner, in a worker."""
+    """Worker that encodes queries by the query tower and the planner."""
 
     def __init__(self, *, tower: Artifact, planner: Artifact) -> None:
         from scalingnote.encode.query_encoder import QueryEncoder
@@ -279,7 +280,7 @@ class QueryParts:
         self._encoder, self._planner = QueryEncoder(tower.directory("query")), load(planner)
 
     def __call__(self, _: str, queries: pa.Table) -> EncodedPart:
-        """A part of the store."""
+        """Encode a part of the store."""
         texts = queries["query"].to_pylist()
         words, importances = important_words(self._planner.term_scores(texts), len(texts))
         columns = {
@@ -292,15 +293,17 @@ class QueryParts:
 
 
 def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
-    """Write the clicks of a bucket by row numbers, without those whose query or document is not there."""
+    """Write the clicks of a bucket by row numbers, without clicks whose query or document has no row."""
     clicks = read_table(fs.join(folder, file_name("clicks", item[1])))
-    named, asked = (read_array(fs.join(folder, f"{name}.arrow")) for name in ("named", "asked"))
+    document_hashes, query_hashes = (
+        read_array(fs.join(folder, f"{name}.arrow")) for name in ("named", "asked")
+    )
     documents, queries = (read_array(fs.join(folder, f"{name}-place.arrow")) for name in ("named", "asked"))
     groups, histories = (arrow.to_matrix(clicks[name]) for name in ("group", "history"))
-    group = row_numbers(groups.ravel(), named, documents).reshape(groups.shape)
-    history = row_numbers(histories.ravel(), named, documents).reshape(histories.shape)
-    query = row_numbers(np.asarray(clicks["query"]), asked, queries)
-    share = read_array(fs.join(folder, "shares.arrow"))[np.searchsorted(named, groups[:, 0])]
+    group = row_numbers(groups.ravel(), document_hashes, documents).reshape(groups.shape)
+    history = row_numbers(histories.ravel(), document_hashes, documents).reshape(histories.shape)
+    query = row_numbers(np.asarray(clicks["query"]), query_hashes, queries)
+    share = read_array(fs.join(folder, "shares.arrow"))[np.searchsorted(document_hashes, groups[:, 0])]
     columns = {
         "query": pa.array(query),
         "group": arrow.to_arrow(group),

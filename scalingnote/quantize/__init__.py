@@ -1,1 +1,1 @@
-"""Embeddings to semantic IDs by residual K-means."""
+"""Semantic IDs of embeddings by residual K-means."""

@@ -1,4 +1,4 @@
-"""Knobs of the semantic IDs."""
+"""Settings of the semantic IDs."""
 
 from pydantic import Field, model_validator
 
@@ -6,26 +6,27 @@ from scalingnote.core.config import Config, Resources
 
 
 class QuantizeConfig(Config):
-    """How embeddings become semantic IDs by residual K-means."""
+    """Settings of residual K-means, which makes semantic IDs of embeddings."""
 
     levels: int = Field(6, ge=1, le=16, description="codes per document; ScalingNote uses 6")
     codes: int = Field(256, ge=2, le=65_536, description="K: codebook size of every level; more is finer")
     sample_documents: int = Field(
         100_000,
         ge=2,
-        description="documents the codebooks are fitted on, drawn evenly; nine of ten of the corpus at most",
+        description="documents that the codebooks are fitted on, drawn evenly; at most 9/10 of the corpus",
     )
     beam: int = Field(
-        1, ge=1, le=64, description="partial code tuples kept while a document is coded; 1: the nearest codes"
+        1, ge=1, le=64, description="partial code tuples kept while a document is coded; 1: the nearest code"
     )
     codebooks: str | None = Field(
-        None, description="an earlier semantic_ids artifact whose codebooks and IDs stay; null: fit"
+        None, description="an earlier semantic_ids artifact whose codebooks and IDs are kept; null: fit"
     )
     refit_above: float = Field(
         1.1,
         gt=1,
-        description="propose a refit when new documents leave over this much more than the fitted; "
-        "the last of 6 levels takes off about a tenth, so above it they are described as by 5",
+        description="propose a refit when the residual energy of new documents is more than this multiple "
+        "of the fitted documents' energy; the last of 6 levels removes about a tenth, so above 1.1 the codes "
+        "describe new documents only as well as 5 levels describe the fitted ones",
     )
     resources: Resources = Field(Resources(), description="actors that code the documents")
 

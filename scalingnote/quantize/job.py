@@ -1,9 +1,9 @@
 """The quantize stage: codebooks, and semantic IDs for every part of the embeddings.
 
-Tasks draw a sample from the parts, and codebooks are fitted on it in one task; or they come from an earlier
-artifact, whose IDs then stay. Actors code the parts and write their IDs, and tasks over ranges of codes sort
-them by code (naming.py). A kill loses no finished codebooks, parts or ranges. The driver only holds file
-names.
+Tasks draw a sample from the parts, and one task fits the codebooks on it. Or the codebooks come from an
+earlier artifact, and its IDs are kept. Actors code the parts and write their IDs, and tasks over ranges of
+codes sort them by code (naming.py). A killed run keeps its finished codebooks, parts and ranges. The driver
+holds only file names.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.storage.shuffle import ROWS_PER_SLICE, group_by_size, run_slices
 
 CODEBOOKS = "codebooks.safetensors"
-FITTED = "fitted.safetensors"  # tally of the corpus that the codebooks were fitted for, without the sample
+FITTED = "fitted.safetensors"  # counts of the corpus that the codebooks were fitted for, without the sample
 STATISTICS = "statistics.json"
 SampledPart = tuple[str, int, int]  # name of a part, its number, and its number of sampled rows
 log = get_logger("quantize")
@@ -44,7 +44,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
     """Assign a semantic ID to every embedding.
 
     Args:
-        config: of the stage. With `codebooks`, documents of that earlier artifact have the same IDs if their
+        config: of the stage. With `codebooks`, documents of that earlier artifact keep their IDs if their
             vectors are the same; `drift` in `statistics.json` describes how the others differ.
         embeddings: URI of the embeddings.
         output: URI of the `semantic_ids` artifact.
@@ -77,41 +77,41 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
         draft.register(name, part)
     shape = {"levels": config.levels, "size": config.codes}
     counted = naming.sort(draft, [*coded], rows, **shape, earlier=earlier, each=cluster.map_tasks)
-    found = _report(config, counted, draft, earlier)
+    report = _report(config, counted, draft, earlier)
     log.info(
         "%s semantic IDs, %s of them share all codes with an earlier one, residual energy %.3f: %s",
-        f"{found['documents']:,}",
-        f"{found['collisions']:,}",
-        found["levels"][-1]["residual_energy"],
+        f"{report['documents']:,}",
+        f"{report['collisions']:,}",
+        report["levels"][-1]["residual_energy"],
         output,
     )
-    return draft.commit(counts={name: found[name] for name in ("documents", "collisions")})
+    return draft.commit(counts={name: report[name] for name in ("documents", "collisions")})
 
 
 def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
-    """Number of rows of table parts."""
+    """Return the number of rows of each table part."""
     return [*artifact.rows_of(parts).values()]
 
 
 def store_sample(embeddings: Artifact, *, documents: int, seed: int, folder: str, section: str) -> int:
-    """Write an even sample of the embeddings to files in `folder`, in tasks; returns their number."""
+    """Write an even sample of the embeddings to files in `folder`, in tasks; return the number of files."""
     parts = embeddings.names("embeddings/", ".parquet")
-    wanted = shares(part_rows(embeddings, parts), size=documents, seed=seed)
-    taken = [
-        (part, number, take) for number, (part, take) in enumerate(zip(parts, wanted, strict=True)) if take
+    takes = shares(part_rows(embeddings, parts), size=documents, seed=seed)
+    sampled = [
+        (part, number, take) for number, (part, take) in enumerate(zip(parts, takes, strict=True)) if take
     ]
-    groups = group_by_size([take for _, _, take in taken], limit=ROWS_PER_SLICE)
-    files = [[taken[place] for place in group] for group in groups]
+    groups = group_by_size([take for _, _, take in sampled], limit=ROWS_PER_SLICE)
+    files = [[sampled[place] for place in group] for group in groups]
     store = partial(_store_file, source=embeddings, seed=seed, folder=folder)
     each = cluster.map_tasks
     return len(run_slices("sample", store, files, folder=folder, each=each, section=section, unit="files"))
 
 
 def _store_file(item: tuple[int, list[SampledPart]], *, source: Artifact, seed: int, folder: str) -> int:
-    """Task: write the vectors that are drawn from some parts; returns their number."""
-    number, taken = item
+    """Write the vectors that are drawn from some parts; return their number."""
+    number, sampled = item
     drawn: list[ndarray] = []
-    for part, place, take in taken:
+    for part, place, take in sampled:
         vectors = read_vectors(source, part)[1]
         drawn.append(np.take(vectors, draw(len(vectors), take=take, seed=seed, part=place), axis=0))
     write_table(_sample_file(folder, number), pa.table({"vector": to_arrow(np.concatenate(drawn))}))
@@ -119,7 +119,7 @@ def _store_file(item: tuple[int, list[SampledPart]], *, source: Artifact, seed: 
 
 
 def read_sample(folder: str, files: int) -> Float[ndarray, "docs dim"]:
-    """The vectors that :func:`store_sample` wrote to so many files."""
+    """Read the vectors that :func:`store_sample` wrote to `files` files."""
     tables = [read_table(_sample_file(folder, number)) for number in range(files)]
     return to_numpy(pa.concat_tables(tables)["vector"])
 
@@ -129,7 +129,7 @@ def _sample_file(folder: str, number: int) -> str:
 
 
 def read_vectors(embeddings: Artifact, part: str) -> tuple[pa.ChunkedArray, Float[ndarray, "docs dim"]]:
-    """Document ids and vectors of an embeddings part; ArtifactError where a vector is not finite."""
+    """Read document ids and vectors of an embeddings part; raise ArtifactError if a vector is not finite."""
     table = embeddings.table(part, columns=["doc_id", INDEXED_VIEW])
     vectors = to_numpy(table[INDEXED_VIEW])
     broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
@@ -143,7 +143,7 @@ def read_vectors(embeddings: Artifact, part: str) -> tuple[pa.ChunkedArray, Floa
 
 
 def use_threads(resources: Resources) -> None:
-    """Limit faiss to the worker's cores: it takes all cores of the node otherwise."""
+    """Limit faiss to the worker's cores: otherwise it uses all cores of the node."""
     faiss.omp_set_num_threads(max(1, int(resources.cpus_per_worker)))
 
 
@@ -153,25 +153,32 @@ def _require_fitting(
     """Check that earlier codebooks have the shape and beam of the config, and the embeddings' dimension."""
     levels, codes, dim = safetensors.load(earlier.read_bytes(CODEBOOKS))["codebooks"].shape
     wanted = {"levels": config.levels, "codes": config.codes, "beam": config.beam}
-    made = {"levels": levels, "codes": codes, "beam": earlier.manifest.config.get("beam", config.beam)}
-    if wanted != made:
-        knobs = " ".join(f"quantize.{name}={value}" for name, value in made.items())
+    earlier_settings = {
+        "levels": levels,
+        "codes": codes,
+        "beam": earlier.manifest.config.get("beam", config.beam),
+    }
+    if wanted != earlier_settings:
+        knobs = " ".join(f"quantize.{name}={value}" for name, value in earlier_settings.items())
         raise ConfigError(f"IDs stay only with the settings that made {earlier.uri}: set {knobs}")
     if not parts:
         raise ArtifactError(
             f"{source.uri} has no embedding: every document was set aside, see its rejected.parquet"
         )
     with fs.open_input(fs.join(source.uri, parts[0])) as stream:
-        found = pq.read_schema(stream).field(INDEXED_VIEW).type.list_size
-    if found != dim:
+        width = pq.read_schema(stream).field(INDEXED_VIEW).type.list_size
+    if width != dim:
         raise ArtifactError(
-            f"{earlier.uri} has codebooks of {dim} dimensions, {source.uri} embeddings of {found}: "
+            f"{earlier.uri} has codebooks of {dim} dimensions, {source.uri} embeddings of {width}: "
             "unset quantize.codebooks to fit new ones"
         )
 
 
 def _sample_size(config: QuantizeConfig, rows: Sequence[int]) -> int:
-    """Size of the sample; at least a tenth of the corpus is left out, to compare new documents with."""
+    """Return the size of the sample.
+
+    A tenth of the corpus or more is left out to compare new documents with, unless a codebook needs it.
+    """
     documents = sum(rows)
     return min(config.sample_documents, max(documents - documents // 10, min(config.codes, documents)))
 
@@ -191,7 +198,6 @@ def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: 
 
 
 def _fit(files: int, *, config: QuantizeConfig, folder: str) -> Float[ndarray, "levels codes dim"]:
-    """Task: codebooks of a sample in so many files."""
     use_threads(config.resources)
     return kmeans.fit(read_sample(folder, files), levels=config.levels, codes=config.codes, seed=SAMPLE_SEED)
 
@@ -199,15 +205,15 @@ def _fit(files: int, *, config: QuantizeConfig, folder: str) -> Float[ndarray, "
 def _code(
     config: QuantizeConfig, parts: Sequence[str], rows: Sequence[int], draft: Draft, source: Artifact
 ) -> dict[str, Part]:
-    """Code all parts and write their IDs; returns the parts by name."""
+    """Code all parts and write their IDs; return the parts by name."""
     size = 0 if config.codebooks else _sample_size(config, rows)
     takes = shares(rows, size=size, seed=SAMPLE_SEED)
     items = [[part, take] for part, take in zip(parts, takes, strict=True)]
     code = PartStage(partial(_Coder, config, source, draft.path(CODEBOOKS), draft.work(), draft.uri))
     each = partial(cluster.map_loaded, resources=config.resources)
     run = partial(run_slices, folder=draft.work(), each=each, section="quantize", unit="documents", rows=rows)
-    written = run("code", code, items)
-    return {_codes_part(part): Part(**record) for part, record in zip(parts, written, strict=True)}
+    records = run("code", code, items)
+    return {_codes_part(part): Part(**record) for part, record in zip(parts, records, strict=True)}
 
 
 class _Coder:
@@ -221,7 +227,10 @@ class _Coder:
         self._codebooks = safetensors.load(fs.read_bytes(codebooks))["codebooks"]
 
     def __call__(self, item: tuple[int, list[Any]]) -> dict[str, Any]:
-        """Code a part, of which so many rows are in the sample: its number, its name and that number."""
+        """Code a part and write its IDs.
+
+        `item` is the part's number, and its name with the number of its rows that are in the sample.
+        """
         number, (part, sampled) = item
         doc_ids, vectors = read_vectors(self._source, part)
         codes = kmeans.encode(vectors, self._codebooks, beam=self._config.beam)
@@ -238,21 +247,21 @@ class _Coder:
 def _report(
     config: QuantizeConfig, counted: naming.Counted, draft: Draft, earlier: Artifact | None
 ) -> dict[str, Any]:
-    """Contents of `statistics.json`; a proposed refit is also logged."""
-    found = naming.report(counted.all, counted.spread)
-    fitted = counted.unseen
+    """Write `statistics.json` and return its contents; log the drift if there are earlier codebooks."""
+    report = naming.report(counted.all, counted.spread)
+    baseline = counted.unseen
     if earlier is not None:
-        fitted = safetensors.load(earlier.read_bytes(FITTED))
-        found["drift"] = naming.drift(counted.unseen, fitted, refit_above=config.refit_above)
-        _log_drift(found["drift"], config)
-    draft.write_bytes(FITTED, safetensors.save(fitted))
-    draft.write_json(STATISTICS, found)
-    return found
+        baseline = safetensors.load(earlier.read_bytes(FITTED))
+        report["drift"] = naming.drift(counted.unseen, baseline, refit_above=config.refit_above)
+        _log_drift(report["drift"], config)
+    draft.write_bytes(FITTED, safetensors.save(baseline))
+    draft.write_json(STATISTICS, report)
+    return report
 
 
 def _log_drift(drift: dict[str, Any], config: QuantizeConfig) -> None:
     if not drift["documents"]:
-        log.info("every document has the ID it had")
+        log.info("every document kept its ID")
         return
     ratio = drift["levels"][-1]["residual_energy_ratio"]
     new = f"{drift['documents']:,} new documents leave over {ratio:.2f} times what the fitted ones do"
@@ -267,5 +276,4 @@ def _log_drift(drift: dict[str, Any], config: QuantizeConfig) -> None:
 
 
 def _codes_part(part: str) -> str:
-    """Name of the codes part of an embeddings part."""
     return "codes/" + part.removeprefix("embeddings/")

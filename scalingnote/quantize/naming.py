@@ -2,13 +2,13 @@
 
     coded parts ─scatter by range─► ranges ─sort─► files by code · statistics
 
-No process holds the codes of all documents. A suffix depends on the document alone
+No process holds the codes of all documents. A suffix depends only on the document
 (:func:`scalingnote.quantize.semantic_id.suffixes`), so the parts have their IDs as soon as they are coded.
-Documents are then partitioned by ranges of (codes, suffix), whose bounds come from a sample; a range sorts
-its documents, checks that no two have one ID, and counts. Counts add up: a :data:`Tally` over any pieces of
-the corpus, :class:`PrefixCounts` over ranges, where only a prefix that continues in the next range is counted
-twice. Every step is a recorded task over files (storage/shuffle.py): after a kill, only the tasks under way
-are repeated.
+Documents are then partitioned by ranges of (codes, suffix); the bounds of the ranges come from a sample. A
+task per range sorts the documents, checks that no two have the same ID, and counts. Counts are added: a
+:data:`Tally` over any pieces of the corpus, :class:`PrefixCounts` over ranges, with a correction for prefixes
+that continue in the next range. Every step is a recorded task over files (storage/shuffle.py): after a kill,
+only unfinished tasks are repeated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,11 +31,11 @@ from scalingnote.storage.arrow import to_arrow, to_matrix
 from scalingnote.storage.artifact import Artifact, Draft, Part, read_table, write_table
 from scalingnote.storage.shuffle import TaskRunner, group_by_size, run_slices
 
-ROWS = 1 << 22  # documents of a task, which takes some 270 bytes of memory for each: 1.1 GB
+ROWS = 1 << 22  # documents of a task, which needs about 270 bytes of memory for each: 1.1 GB
 KEYS_PER_RANGE = 1024  # sampled to determine the bounds of ranges
 MIN_DRIFT_DOCUMENTS = 100  # the error of their mean residual energy is about 3 %
-# Of some documents: their number as `documents` [1], the sums of their residual energies after each level as
-# `energy` [levels], and the uses of each code as `usage` [levels, codes].
+# Counts of some documents: `documents` [1], their number; `energy` [levels], the sums of their residual
+# energies after each level; `usage` [levels, codes], the uses of each code.
 Tally = dict[str, ndarray]
 
 
@@ -47,14 +47,14 @@ class CodedCorpus:
     work: str  # folder of the coded parts and of intermediate files
     levels: int
     size: int  # codes per level
-    earlier: Artifact | None = None  # IDs made before with the same codebooks
+    earlier: Artifact | None = None  # earlier IDs from the same codebooks
 
 
 class Counted(NamedTuple):
     """Statistics of all documents of a corpus.
 
-    `unseen` counts the documents that the codebooks were not fitted on or, where there are earlier IDs, those
-    whose ID is not among them.
+    `unseen` counts the documents that the codebooks were not fitted on. If there are earlier IDs, it counts
+    only those documents of them with an ID that is not an earlier one.
     """
 
     all: Tally
@@ -68,7 +68,7 @@ def coded_table(
     energy: Shaped[ndarray, "docs levels"],
     sampled: Bool[ndarray, " docs"],
 ) -> pa.Table:
-    """Table of a coded part, for :func:`sort`.
+    """Build the table of a coded part, for :func:`sort`.
 
     `energy` is the squared norm of the residual after each level, `sampled` marks the documents that the
     codebooks were fitted on.
@@ -97,10 +97,10 @@ def sort(
     Args:
         draft: of the semantic IDs; its work folder holds the coded parts.
         parts: names of the coded parts.
-        rows: of each of them.
+        rows: number of documents of each of them.
         levels: codes of a document.
         size: codes of a level.
-        earlier: IDs made before with the same codebooks.
+        earlier: earlier IDs from the same codebooks.
         each: runs the tasks.
 
     Raises:
@@ -109,28 +109,28 @@ def sort(
     corpus = CodedCorpus(draft.uri, draft.work(), levels, size, earlier)
     slices = [[parts[place] for place in group] for group in group_by_size(rows, limit=ROWS)]
     run = partial(run_slices, folder=fs.join(corpus.work, "naming"), each=each, section="quantize")
-    ranges = -(-sum(rows) // ROWS)
-    # The names of the steps also name their records: others would not find those of a killed run.
+    range_count = -(-sum(rows) // ROWS)
+    # The names of the steps also name their records: under other names, those of a killed run are not found.
     sample = partial(_sample_keys, corpus=corpus, every=max(1, ROWS // KEYS_PER_RANGE))
-    keys = sorted(key for found in run("sample", sample, slices) for key in found) if ranges > 1 else []
+    keys = sorted(key for some in run("sample", sample, slices) for key in some) if range_count > 1 else []
     # Codes and suffix of the first document of each range but the first one.
-    bounds = [keys[len(keys) * number // ranges] for number in range(1, ranges)]
+    bounds = [keys[len(keys) * number // range_count] for number in range(1, range_count)]
     run("scatter", partial(_scatter, corpus=corpus, bounds=bounds), slices)
-    found = run("sort", partial(_sort_range, corpus=corpus), range(ranges), unit="ranges")
-    found = [each_range for each_range in found if each_range["documents"]]
-    spreads = [PrefixCounts(**each_range["spread"]) for each_range in found]
+    ranges = run("sort", partial(_sort_range, corpus=corpus), range(range_count), unit="ranges")
+    ranges = [each_range for each_range in ranges if each_range["documents"]]
+    spreads = [PrefixCounts(**each_range["spread"]) for each_range in ranges]
     summary = []
-    for one, spread in zip(found, spreads, strict=True):
-        draft.register(one["name"], Part(**one["part"]))
+    for each_range, spread in zip(ranges, spreads, strict=True):
+        draft.register(each_range["name"], Part(**each_range["part"]))
         ends = {"first": spread.first, "last": spread.last}
-        summary.append({"name": one["name"], "rows": one["documents"], **ends})
+        summary.append({"name": each_range["name"], "rows": each_range["documents"], **ends})
     draft.write_json(semantic_id.BY_CODE_SUMMARY, summary)
-    everything, unseen = (_sum(corpus, found, which) for which in ("all", "unseen"))
+    everything, unseen = (_sum(corpus, ranges, which) for which in ("all", "unseen"))
     return Counted(everything, unseen, PrefixCounts.merge(spreads))
 
 
 def _sample_keys(item: tuple[int, list[str]], *, corpus: CodedCorpus, every: int) -> list[list[int]]:
-    """Task: the codes and the suffix of every `every`-th document of a slice."""
+    """Read the codes and the suffix of every `every`-th document of a slice."""
     table = pa.concat_tables([_read(corpus, part, ["codes", "suffix"]) for part in item[1]])
     chosen = table.take(np.arange(0, len(table), every))
     codes = to_matrix(chosen["codes"]).tolist()
@@ -138,7 +138,7 @@ def _sample_keys(item: tuple[int, list[str]], *, corpus: CodedCorpus, every: int
 
 
 def _scatter(item: tuple[int, list[str]], *, corpus: CodedCorpus, bounds: list[list[int]]) -> int:
-    """Task: send the documents of a slice to their ranges."""
+    """Write the documents of a slice to the files of their ranges."""
     table = pa.concat_tables([_read(corpus, part) for part in item[1]])
     ends = np.array(bounds, np.int64).reshape(-1, corpus.levels + 1)
     bucket = np.searchsorted(semantic_id.sortable(ends[:, :-1], ends[:, -1]), _keys(table), "right")
@@ -148,7 +148,7 @@ def _scatter(item: tuple[int, list[str]], *, corpus: CodedCorpus, bounds: list[l
 
 
 def _sort_range(item: tuple[int, int], *, corpus: CodedCorpus) -> dict[str, Any]:
-    """Task: sort the documents of a range, write them by code, and count."""
+    """Sort the documents of a range, write them by code, and count."""
     number = item[1]
     wide = {"codes": pa.list_(pa.uint16(), corpus.levels), "suffix": pa.int64()}
     rest = {"energy": pa.list_(pa.float32(), corpus.levels), "sampled": pa.bool_()}
@@ -165,8 +165,8 @@ def _sort_range(item: tuple[int, int], *, corpus: CodedCorpus) -> dict[str, Any]
     codes, energy = to_matrix(table["codes"]), to_matrix(table["energy"])
     unseen = ~table["sampled"].to_numpy() & ~_has_earlier_id(corpus, codes, keys)
     for which, chosen in (("all", slice(None)), ("unseen", unseen)):
-        counted = tally(codes[chosen], energy[chosen], size=corpus.size)
-        fs.write_bytes(_tally_file(corpus, number, which), safetensors.save(counted))
+        counts = tally(codes[chosen], energy[chosen], size=corpus.size)
+        fs.write_bytes(_tally_file(corpus, number, which), safetensors.save(counts))
     file = f"by_code/part-{number:05d}.arrow"
     columns = {f"code_{level}": pa.array(column) for level, column in enumerate(codes.T)}
     by_code = pa.table({"doc_id": table["doc_id"], "suffix": table["suffix"], **columns})
@@ -182,7 +182,7 @@ def _sort_range(item: tuple[int, int], *, corpus: CodedCorpus) -> dict[str, Any]
 def _has_earlier_id(
     corpus: CodedCorpus, codes: Shaped[ndarray, "docs levels"], keys: Shaped[ndarray, " docs"]
 ) -> Bool[ndarray, " docs"]:
-    """Which documents of a sorted range have an ID that is among the earlier ones."""
+    """Return which documents of a sorted range have an ID that is among the earlier ones."""
     known = np.zeros(len(keys), bool)
     if corpus.earlier is not None:
         by_code = semantic_id.ByCode(corpus.earlier)
@@ -196,10 +196,10 @@ def _keys(table: pa.Table) -> Shaped[ndarray, " docs"]:
 
 
 def _sum(corpus: CodedCorpus, ranges: Sequence[dict[str, Any]], which: str) -> Tally:
-    """Sum of the tallies of all ranges, loaded one at a time because each has a count per code."""
+    """Add the counts of all ranges, loaded one at a time because each range has a count per code."""
     total = tally(np.empty((0, corpus.levels), int), np.empty((0, corpus.levels)), size=corpus.size)
-    for found in ranges:
-        more = safetensors.load(fs.read_bytes(_tally_file(corpus, found["number"], which)))
+    for each_range in ranges:
+        more = safetensors.load(fs.read_bytes(_tally_file(corpus, each_range["number"], which)))
         total = {name: total[name] + more[name] for name in total}
     return total
 
@@ -218,7 +218,7 @@ def _read(corpus: CodedCorpus, part: str, columns: list[str] | None = None) -> p
 def tally(
     codes: Integer[ndarray, "docs levels"], energy: Shaped[ndarray, "docs levels"], *, size: int
 ) -> Tally:
-    """Count documents; `size` is the number of codes of a level."""
+    """Count documents, uses of codes and residual energy; `size` is the number of codes of a level."""
     usage = [np.bincount(column, minlength=size) for column in codes.T]
     return {
         "documents": np.array([len(codes)]),
@@ -228,27 +228,27 @@ def tally(
 
 
 def _mean_energy(counted: Tally) -> ndarray:
-    """Mean squared norm of the residual after each level."""
+    """Compute the mean squared norm of the residual after each level."""
     mean: ndarray = counted["energy"] / max(int(counted["documents"][0]), 1)
     return mean
 
 
 @dataclass(frozen=True)
 class PrefixCounts:
-    """How the documents in a range of codes share prefixes, as plain values for a JSON record."""
+    """Counts of the prefixes that documents in a range of codes share, as plain values for a JSON record."""
 
-    distinct: list[int]  # prefixes of 1, 2, ... codes
+    distinct: list[int]  # number of prefixes of 1, 2, ... codes
     alone: int  # documents with unique codes
     largest: int  # largest number of documents with equal codes
     first: list[int]  # the lowest codes
-    last: list[int]  # the highest
+    last: list[int]  # the highest codes
     with_first: int  # documents with the lowest codes
-    with_last: int
+    with_last: int  # documents with the highest codes
 
     @classmethod
     def of(cls, codes: Integer[ndarray, "docs levels"]) -> "PrefixCounts":
-        """Count the prefixes of at least one document; `codes` ascend."""
-        fresh = np.ones(codes.shape, bool)  # where a prefix of each length begins
+        """Count the prefixes of one or more documents; `codes` ascend."""
+        fresh = np.ones(codes.shape, bool)  # True where a prefix of each length begins
         fresh[1:] = np.logical_or.accumulate(codes[1:] != codes[:-1], axis=1)
         sizes = np.diff(np.flatnonzero(fresh[:, -1]), append=len(codes))
         return cls(
@@ -267,7 +267,7 @@ class PrefixCounts:
         ranges = list(ranges)
         distinct = np.sum([each.distinct for each in ranges], axis=0)
         alone, largest = (sum(each.alone for each in ranges), max(each.largest for each in ranges))
-        tail = ranges[0].with_last  # documents so far with the codes of the last one
+        tail = ranges[0].with_last  # documents so far with the same codes as the last one
         for before, after in pairwise(ranges):
             same = np.equal(before.last, after.first)
             distinct -= np.logical_and.accumulate(same)  # prefixes counted in both ranges
@@ -290,14 +290,13 @@ class PrefixCounts:
 
 
 def report(counted: Tally, spread: PrefixCounts) -> dict[str, Any]:
-    """Statistics of the codes of a corpus.
+    """Compute statistics of the codes of a corpus.
 
-    Per level: `usage`, the share of codes that occur; `entropy_bits`, at most log2(K) when all are equally
+    Per level: `usage`, the share of codes that occur; `entropy_bits`, at most log2(K), if all are equally
     frequent; `residual_energy`, mean squared norm of the residual (1 for unit vectors: nothing explained);
     `distinct_prefixes`, number of distinct tuples of the levels up to this one. Overall: `distinct_codes`;
-    `uniqueness`, share of documents with unique codes; `collisions`, documents beyond the first with
-    their codes;
-    `largest_collision`, largest number of documents with equal codes.
+    `uniqueness`, share of documents with unique codes; `collisions`, documents that share all codes with an
+    earlier one; `largest_collision`, largest number of documents with equal codes.
     """
     documents = int(counted["documents"][0])
     levels = [
@@ -323,17 +322,17 @@ def report(counted: Tally, spread: PrefixCounts) -> dict[str, Any]:
 
 
 def drift(new: Tally, fitted: Tally, *, refit_above: float) -> dict[str, Any]:
-    """How documents coded with existing codebooks differ from the corpus that the codebooks were fitted for.
+    """Compare documents coded with existing codebooks with the corpus that the codebooks were fitted for.
 
     Args:
-        new: tally of the documents coded with existing codebooks.
-        fitted: tally of documents of the fitted corpus outside the sample. Documents of the sample would not
-            do: after 6 levels their residual energy is lower by an eighth with 120 of them per code, by a
-            third with 30, and all new documents would look different.
+        new: counts of the documents coded with existing codebooks.
+        fitted: counts of documents of the fitted corpus outside the sample. Documents of the sample are not
+            suitable: after 6 levels their residual energy is lower by an eighth with 120 of them per code, by
+            a third with 30, and all new documents would look different.
         refit_above: ratio of residual energies above which new codebooks are proposed.
 
     Returns:
-        Per level: `residual_energy_ratio`, mean of the new documents over that of the fitted;
+        Per level: `residual_energy_ratio`, mean of the new documents divided by that of the fitted ones;
         `usage_divergence_bits`, the Jensen-Shannon divergence of code frequencies (0: equal, 1: disjoint).
         `refit`: whether the ratio after the last level exceeds `refit_above`, with enough documents of both.
     """

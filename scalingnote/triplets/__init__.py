@@ -1,1 +1,1 @@
-"""What towers learn from: importance of words, pseudo-queries, triplets, mined hard negatives."""
+"""Training data of towers: importance of words, pseudo-queries, triplets, mined hard negatives."""

@@ -136,7 +136,7 @@ def test_ids_shows_what_lies_under_a_prefix(tmp_path, monkeypatch, capsys):
         "  3-1  1 documents",
     ]
     assert cli.main(["ids", "3-2-1-7"]) == 2
-    assert "is no prefix here" in capsys.readouterr().err
+    assert "is not a prefix" in capsys.readouterr().err
 
 
 def test_interruption_has_its_own_exit_code(config, monkeypatch):

@@ -1,4 +1,4 @@
-"""What the tests of encoding read: documents in parts, and untrained towers whose tokenizer knows them."""
+"""Inputs of the tests of encoding: documents in parts, and untrained towers with a tokenizer of them."""
 
 import functools
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from scalingnote.models.tower import Tower
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft
 
-TOO_LONG = "word " * 200  # a title that no tower here reads
+TOO_LONG = "word " * 200  # a title that is too long for these towers
 
 
 @functools.cache
 def learnt() -> str:
-    """A tokenizer of the tiny documents."""
+    """Train a tokenizer on the tiny documents."""
     return backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
 
 
@@ -29,7 +29,7 @@ def tower(config: TowerConfig | None = None, *, role: str = "document", **option
 
 
 def towers(uri: Path, *made: Tower, kind: str = "dual_encoder") -> Artifact:
-    """The artifact of towers."""
+    """Save an artifact of towers."""
     draft = Draft(str(uri), kind=kind, config=tiny.Nothing(), parents={})
     for each in made:
         each.save(Path(draft.path(each.role)))

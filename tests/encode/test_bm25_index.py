@@ -1,4 +1,4 @@
-"""Words weighted by BM25 in the index of any dual encoder: joined by document, tuned and searched."""
+"""Words weighted by BM25 in the index of a dual encoder are joined by document, tuned and searched."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from scalingnote.storage.schema import QRELS, QUERIES
 from synthetic_corpus import Corpus, unit
 
 SIZES, MISSING = [90, 60], (7, 100)
-# All documents are candidates, scored by their own vectors.
+# All documents are candidates, scored by their vectors.
 CONFIG = IndexConfig(
     shards=3,
     family=FastScan(refine="flat"),
@@ -32,7 +32,7 @@ CONFIG = IndexConfig(
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_an_index_takes_its_terms_from_bm25_whatever_the_embeddings_have(
+def test_an_index_prefers_bm25_terms_to_those_of_embeddings(
     learned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     without_ray(monkeypatch)
@@ -48,10 +48,10 @@ def test_an_index_takes_its_terms_from_bm25_whatever_the_embeddings_have(
     corpus = Corpus.build(
         f"{tmp_path}/corpus", sizes=SIZES, dim=16, missing=MISSING, sparse=learned, tables=tables
     )
-    # Half of the embeddings are those of other queries: there the words must find the document.
-    asked = unit(corpus.matrix[numbers] + 0.1 * rng.standard_normal((len(numbers), 16)))
-    asked[::2] = asked[::2][::-1]
-    monkeypatch.setattr(job, "_queries", lambda *_: asked)
+    # Half of the embeddings are those of other queries: for these the words must find the document.
+    query_embeddings = unit(corpus.matrix[numbers] + 0.1 * rng.standard_normal((len(numbers), 16)))
+    query_embeddings[::2] = query_embeddings[::2][::-1]
+    monkeypatch.setattr(job, "_queries", lambda *_: query_embeddings)
     words = lexical.run(BM25Config(), dataset=corpus.uris["dataset"], output=f"{tmp_path}/words")
     index = job.run(CONFIG, **corpus.uris, bm25_terms=words.uri, output=f"{tmp_path}/index")
 
@@ -61,16 +61,16 @@ def test_an_index_takes_its_terms_from_bm25_whatever_the_embeddings_have(
     assert layout.dense_weight < 1
     assert index.manifest.info["hybrid_tuning"]["queries"] == len(ids)
     documents = open_artifact(corpus.uris["dataset"], kind="dataset").table("documents")
-    twin = BM25.build(document_texts(documents))
+    bm25 = BM25.build(document_texts(documents))
     terms = SparseQuery.load(words.directory("sparse_query")).encode(texts)
     searcher = Searcher.open(index.uri)
-    found = searcher.search(asked, terms, k=100, joining=Joining(dense_weight=0))
-    for query, results in zip(texts, found, strict=True):
-        scores = np.delete(twin.scores(query), MISSING)
+    rankings = searcher.search(query_embeddings, terms, k=100, joining=Joining(dense_weight=0))
+    for query, results in zip(texts, rankings, strict=True):
+        scores = np.delete(bm25.scores(query), MISSING)
         expected = np.sort(scores[scores > 0] / scores.max())[::-1][:100]
         np.testing.assert_allclose([result.score for result in results], expected, rtol=2e-3)
     unknown = SparseQuery.load(words.directory("sparse_query")).encode(["zebra", "zebra 42"])
-    nothing, some = searcher.search(asked[:2], unknown, k=100, joining=Joining(dense_weight=0))
+    nothing, some = searcher.search(query_embeddings[:2], unknown, k=100, joining=Joining(dense_weight=0))
     assert (nothing, [hit.doc_id for hit in some]) == ([], ["d42"])
-    best = [results[0].doc_id for results in searcher.search(asked, terms, k=1)]
+    best = [results[0].doc_id for results in searcher.search(query_embeddings, terms, k=1)]
     assert best == judged[1]

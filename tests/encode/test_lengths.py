@@ -1,4 +1,4 @@
-"""Texts that are longer than a model reads: how many, and how much of them is lost."""
+"""Counts of texts that are longer than a model reads, and of their lost tokens."""
 
 import json
 from pathlib import Path
@@ -30,37 +30,41 @@ def count(tokenizer: Tokenizer, text: str) -> int:
 
 
 SHORT = "Rotate the key."
-LONG = "Rotate the key of the store, and tell nobody. " * 5  # within what is tokenized
-LONGER = "Rotate the key of the store, and tell nobody. " * 60
+LONG = "Rotate the key of the store, and save it safely. " * 5  # short enough to be tokenized uncut
+LONGER = "Rotate the key of the store, and save it safely. " * 60
 
 
 @pytest.mark.parametrize("keeps", ["left", "right"])
-def test_a_published_models_prompt_counts_what_it_does_not_read(tokenizer, keeps):
+def test_prompts_of_published_models_count_lost_tokens(tokenizer, keeps):
     prompt = TextDocuments(tokenizer, prefix="passage: ", max_length=READ, keeps=keeps)
     short, long, longer = prompt.rows([""] * 3, [""] * 3, [SHORT, LONG, LONGER])
-    read = READ - 2 - count(tokenizer, "passage: ")
+    room = READ - 2 - count(tokenizer, "passage: ")
     assert short.lost == 0
-    assert long.lost == count(tokenizer, LONG) - read
-    assert longer.lost == pytest.approx(count(tokenizer, LONGER) - read, rel=0.02)
+    assert long.lost == count(tokenizer, LONG) - room
+    assert longer.lost == pytest.approx(count(tokenizer, LONGER) - room, rel=0.02)
     assert [len(row.ids) for row in (long, longer)] == [READ, READ]
 
 
-def test_own_prompts_count_it_too(tokenizer):
-    whole = TokenDocuments(Tokenizer.from_str(tokenizer.to_str()), max_length=READ)
-    own = Tokenizer.from_str(tokenizer.to_str())
-    own.add_special_tokens(["[EMB]"])
-    own.no_truncation()
-    own.no_padding()
+def test_our_prompts_count_lost_tokens_too(tokenizer):
+    token_prompt = TokenDocuments(Tokenizer.from_str(tokenizer.to_str()), max_length=READ)
+    our_tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    our_tokenizer.add_special_tokens(["[EMB]"])
+    our_tokenizer.no_truncation()
+    our_tokenizer.no_padding()
     prompt = DocumentPrompt(
-        own, SpecialTokens(0, None, None), template="{title}{content}[EMB]", max_length=READ, causal=False
+        our_tokenizer,
+        SpecialTokens(0, None, None),
+        template="{title}{content}[EMB]",
+        max_length=READ,
+        causal=False,
     )
-    for rows, read in (
-        (whole.rows(["", "Key"], ["", ""], [LONG, LONGER]), READ),
+    for rows, room in (
+        (token_prompt.rows(["", "Key"], ["", ""], [LONG, LONGER]), READ),
         (prompt.rows(["", "Key"], ["", ""], [LONG, LONGER]), READ - 1),
     ):
         first, second = rows
-        assert first.lost == count(tokenizer, LONG) - read
-        assert second.lost == pytest.approx(count(tokenizer, f"Key {LONGER}") - read, rel=0.02)
+        assert first.lost == count(tokenizer, LONG) - room
+        assert second.lost == pytest.approx(count(tokenizer, f"Key {LONGER}") - room, rel=0.02)
 
 
 @pytest.fixture
@@ -79,19 +83,19 @@ def dataset(folder: Path, texts: list[str], divided: Passages | None = None) -> 
     return job.run(config, output=str(folder / ("divided" if divided else "whole")))
 
 
-def test_the_summary_tells_of_a_sample_or_of_the_embeddings(tokenizer, towers, tmp_path):
+def test_the_summary_describes_a_sample_or_the_embeddings(tokenizer, towers, tmp_path):
     texts = [LONG if n % 4 == 0 else SHORT for n in range(40)]
-    whole = dataset(tmp_path, texts)
-    counts = lengths.sample_counts(whole, towers)
+    undivided = dataset(tmp_path, texts)
+    counts = lengths.sample_counts(undivided, towers)
     lost = 10 * (count(tokenizer, LONG.strip()) - READ + 2)
     assert counts["documents"] == 40
     assert (counts["cut_texts"], counts["lost_tokens"]) == (10, lost)
     share = lost / (counts["tokens"] + lost)
-    said = f"10 of 40 texts are longer than the model reads: {share:.1%} of all tokens are lost"
-    assert lengths.summary({"dataset": whole, "dual_encoder": towers}) == said
+    expected = f"10 of 40 texts are longer than the model reads: {share:.1%} of all tokens are lost"
+    assert lengths.summary({"dataset": undivided, "dual_encoder": towers}) == expected
     draft = Draft(str(tmp_path / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents={})
     encoded = draft.commit(counts={"documents": 9, "tokens": 90, "cut_texts": 3, "lost_tokens": 10})
-    assert lengths.summary({"dataset": whole, "dual_encoder": towers, "embeddings": encoded}) == (
+    assert lengths.summary({"dataset": undivided, "dual_encoder": towers, "embeddings": encoded}) == (
         "3 of 9 texts are longer than the model reads: 10.0% of all tokens are lost"
     )
     divided = dataset(tmp_path, texts, Passages(max_tokens=READ - 2, tokenizer=MODEL))
@@ -101,7 +105,7 @@ def test_the_summary_tells_of_a_sample_or_of_the_embeddings(tokenizer, towers, t
         f"none of {rows} texts is longer than the model reads"
     )
     assert lengths.summary({"dataset": divided}) == f"40 documents are {rows} passages of at most 30 tokens"
-    assert lengths.summary({}) == ""  # of a teacher that is known by its vectors
+    assert lengths.summary({}) == ""  # for a teacher that is known only by its vectors
 
 
 def test_records_of_an_earlier_release_count_nothing():

@@ -1,4 +1,4 @@
-"""Every form of a query tower gives the tower's embeddings, one query or many."""
+"""Every form of a query tower computes the tower's embeddings, for one query and for many."""
 
 import json
 import subprocess
@@ -37,15 +37,15 @@ QUERIES = [*(" ".join(text.split()[:4]) for text in TEXTS[:20]), "", "word " * 4
 
 
 def table(folder: Path, *, storage: str = "float32", features: bool = False, **knobs: object) -> LookupTower:
-    """A lookup tower whose options all do something, saved."""
+    """Save a lookup tower with random values, so that all its options have an effect."""
     config = LookupConfig(max_length=16, storage=storage, **knobs)
     start = LookupStart(feature_keys()) if features else None
-    made = lookup.build(config, dim=8, tokenizer_json=LEARNT, seed=0, start=start)
+    tower = lookup.build(config, dim=8, tokenizer_json=LEARNT, seed=0, start=start)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for value in made.parameters():
+        for value in tower.parameters():
             value.normal_(0, 0.3, generator=generator)
-    made.save(folder)
+    tower.save(folder)
     return LookupTower.load(folder)
 
 
@@ -57,7 +57,7 @@ def feature_keys() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer in all its forms at once."""
+    """Save a transformer in all forms in one folder."""
     path = tmp_path_factory.mktemp("forms")
     encode_inputs.tower(role="query").save(path)
     for form in ("onnx", "onnx_int8"):
@@ -83,34 +83,34 @@ def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     ],
     ids=str,
 )
-def test_a_table_gives_the_towers_embeddings(storage: str, knobs: dict, tmp_path: Path):
-    made = table(tmp_path, storage=storage, **knobs)
-    rows = made.prompt.rows(QUERIES)
+def test_a_table_computes_the_embeddings_of_its_tower(storage: str, knobs: dict, tmp_path: Path):
+    tower = table(tmp_path, storage=storage, **knobs)
+    rows = tower.prompt.rows(QUERIES)
     with torch.inference_mode():
-        expected = made(collate(rows, pad=made.pad, packed=True))[:, 0].numpy()
-    read = LookupEncoder(tmp_path)
-    np.testing.assert_allclose(read.encode(QUERIES), expected, atol=1e-5)
-    np.testing.assert_allclose([read.encode([query])[0] for query in QUERIES], expected, atol=1e-5)
+        expected = tower(collate(rows, pad=tower.pad, packed=True))[:, 0].numpy()
+    encoder = LookupEncoder(tmp_path)
+    np.testing.assert_allclose(encoder.encode(QUERIES), expected, atol=1e-5)
+    np.testing.assert_allclose([encoder.encode([query])[0] for query in QUERIES], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [30_000.0, 1e-3])
-def test_long_queries_of_large_float16_rows_are_as_finite_in_a_batch_as_alone(size: float, tmp_path: Path):
-    made = table(tmp_path, storage="float16")
+def test_batches_of_large_float16_rows_equal_single_queries(size: float, tmp_path: Path):
+    tower = table(tmp_path, storage="float16")
     with torch.no_grad():
-        made.table.copy_(size * made.table.sign())
-    made.save(tmp_path)
-    read = LookupEncoder(tmp_path)
+        tower.table.copy_(size * tower.table.sign())
+    tower.save(tmp_path)
+    encoder = LookupEncoder(tmp_path)
     queries = ["ba " * tokens for tokens in range(1, 17)]
-    alone = np.concatenate([read.encode([query]) for query in queries])
-    np.testing.assert_allclose(read.encode(queries), alone, rtol=1e-5, atol=1e-6 * size)
+    single = np.concatenate([encoder.encode([query]) for query in queries])
+    np.testing.assert_allclose(encoder.encode(queries), single, rtol=1e-5, atol=1e-6 * size)
 
 
 def test_all_finite_float16_values_are_widened_exactly():
     bits = np.arange(1 << 16, dtype=np.uint16)
     halves = bits.view(np.float16)
-    found = _widen(bits.view(np.int16)[None])[0] * _WIDENED_SCALE
+    widened = _widen(bits.view(np.int16)[None])[0] * _WIDENED_SCALE
     finite = np.isfinite(halves)
-    np.testing.assert_array_equal(found[finite], halves[finite].astype(np.float32))
+    np.testing.assert_array_equal(widened[finite], halves[finite].astype(np.float32))
 
 
 HEAVY = ("torch", "transformers", "onnxruntime", "pydantic", "scipy", "numba", "pyarrow")
@@ -119,7 +119,7 @@ HEAVY = ("torch", "transformers", "onnxruntime", "pydantic", "scipy", "numba", "
 @pytest.mark.parametrize(
     "knobs", [{}, {"attention": True}, {"features": True, "weighting": "learned"}], ids=str
 )
-def test_a_table_encodes_with_numpy_and_its_tokenizer_alone(knobs: dict, tmp_path: Path):
+def test_a_table_needs_only_numpy_and_its_tokenizer(knobs: dict, tmp_path: Path):
     table(tmp_path, storage="float16", **knobs)
     program = (
         "import sys\nfrom pathlib import Path\n"
@@ -128,41 +128,41 @@ def test_a_table_encodes_with_numpy_and_its_tokenizer_alone(knobs: dict, tmp_pat
         "shapes = [made.encode_queries(['ba ko'] * many).shape for many in (1, 2, 100)]\n"
         f"print(made.form, shapes, sorted(set({HEAVY}) & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "lookup [(1, 8), (2, 8), (100, 8)] []"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "lookup [(1, 8), (2, 8), (100, 8)] []"
 
 
 @pytest.mark.parametrize("form", ["torch", "compiled", "onnx", "onnx_int8"])
-def test_every_form_of_a_transformer_gives_its_embeddings(form: str, folder: Path, monkeypatch):
+def test_every_form_of_a_transformer_has_its_embeddings(form: str, folder: Path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # it takes a minute
     expected = Encoder.load(folder, precision="float32").encode_queries(QUERIES)
-    made = QueryEncoder(folder, form, threads=1, precision="float32")
-    assert (made.form, made.dim) == (form, 16)
+    encoder = QueryEncoder(folder, form, threads=1, precision="float32")
+    assert (encoder.form, encoder.dim) == (form, 16)
     exact = 0.999 if form == "onnx_int8" else 0.99999
-    assert cosines(made.encode_queries(QUERIES), expected).min() > exact
-    assert cosines(made.encode_queries(QUERIES[:1]), expected[:1]).min() > exact
+    assert cosines(encoder.encode_queries(QUERIES), expected).min() > exact
+    assert cosines(encoder.encode_queries(QUERIES[:1]), expected[:1]).min() > exact
 
 
 @pytest.mark.parametrize("form", ["torch", "onnx_int8", "lookup"])
-def test_what_is_no_query_is_named_and_half_a_pair_is_replaced(
+def test_errors_name_invalid_queries_and_surrogates_are_replaced(
     form: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations in tests alone
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations only in tests
     if form == "lookup":
         table(tmp_path)
-    made = QueryEncoder(tmp_path if form == "lookup" else folder, form)
-    assert made.encode_queries([]).shape == (0, made.dim)
+    encoder = QueryEncoder(tmp_path if form == "lookup" else folder, form)
+    assert encoder.encode_queries([]).shape == (0, encoder.dim)
     np.testing.assert_array_equal(
-        made.encode_queries(["cut \ud83d", "ba"]), made.encode_queries(["cut \ufffd", "ba"])
+        encoder.encode_queries(["cut \ud83d", "ba"]), encoder.encode_queries(["cut \ufffd", "ba"])
     )
     for wrong in (None, float("nan"), 7, b"ba"):
         with pytest.raises(DataError, match=f"query 1 is {wrong!r} of type"):
-            made.encode_queries(["ba", wrong])
+            encoder.encode_queries(["ba", wrong])
     with pytest.raises(DataError, match="'ba ko' of type str in place of a list"):
-        made.encode_queries("ba ko")
+        encoder.encode_queries("ba ko")
 
 
-def test_auto_takes_the_fastest_form_that_is_there(folder: Path, tmp_path: Path, monkeypatch):
+def test_auto_loads_the_fastest_available_form(folder: Path, tmp_path: Path, monkeypatch):
     assert QueryEncoder(folder).form == "onnx_int8"
     table(tmp_path)
     assert QueryEncoder(tmp_path).form == "lookup"
@@ -172,8 +172,8 @@ def test_auto_takes_the_fastest_form_that_is_there(folder: Path, tmp_path: Path,
     assert QueryEncoder(folder).form == "torch"
 
 
-def test_a_form_that_is_not_there_is_answered_with_those_that_are(folder: Path, tmp_path: Path):
-    with pytest.raises(ArtifactError, match="as 'lookup', it holds onnx, onnx_int8, torch, compiled"):
+def test_the_error_of_a_missing_form_lists_the_available_ones(folder: Path, tmp_path: Path):
+    with pytest.raises(ArtifactError, match="as 'lookup', only as onnx, onnx_int8, torch, compiled"):
         QueryEncoder(folder, "lookup")
     with pytest.raises(ArtifactError, match="is not a tower"):
         QueryEncoder(tmp_path)
@@ -183,79 +183,79 @@ def test_a_form_that_is_not_there_is_answered_with_those_that_are(folder: Path, 
 
 
 class Counting:
-    """Encodes a query as its length, and keeps what it was asked."""
+    """Encodes a query as its length, and records the calls."""
 
     def __init__(self) -> None:
-        self.asked: list[list[str]] = []
+        self.calls: list[list[str]] = []
 
     def __call__(self, queries) -> np.ndarray:
-        self.asked.append(list(queries))
+        self.calls.append(list(queries))
         return np.array([[len(query), 0.5] for query in queries], np.float32)
 
 
-def test_a_cache_computes_once_and_forgets_the_oldest():
+def test_a_cache_computes_once_and_evicts_the_oldest():
     encode = Counting()
     cache = QueryCache(encode, 3)
     np.testing.assert_array_equal(cache.encode(["a", "bb", "a"])[:, 0], [1, 2, 1])
     np.testing.assert_array_equal(cache.encode(["bb", "ccc", "a"])[:, 0], [2, 3, 1])
-    assert encode.asked == [["a", "bb"], ["ccc"]]
+    assert encode.calls == [["a", "bb"], ["ccc"]]
     assert (cache.hits, cache.misses) == (2, 4)
-    for query in ("dddd", "a", "bb"):  # "bb" was asked longest ago when "dddd" came
+    for query in ("dddd", "a", "bb"):  # "bb" is the least recently used when "dddd" is added
         cache.encode([query])
-    assert encode.asked[2:] == [["dddd"], ["bb"]]
-    assert cache.encode(["1", "22", "333", "4444"]).shape == (4, 2)  # more than it holds
+    assert encode.calls[2:] == [["dddd"], ["bb"]]
+    assert cache.encode(["1", "22", "333", "4444"]).shape == (4, 2)  # more than its size
 
 
-def test_a_hit_is_the_vector_that_was_computed(folder: Path):
-    made = QueryEncoder(folder, "onnx_int8", threads=1, cache=10)
-    first = made.encode_queries(QUERIES[:3])
-    np.testing.assert_array_equal(made.encode_queries(QUERIES[:3][::-1]), first[::-1])
-    assert made.cache is not None
-    assert made.cache.hits == 3
+def test_a_cache_hit_is_the_computed_vector(folder: Path):
+    encoder = QueryEncoder(folder, "onnx_int8", threads=1, cache=10)
+    first = encoder.encode_queries(QUERIES[:3])
+    np.testing.assert_array_equal(encoder.encode_queries(QUERIES[:3][::-1]), first[::-1])
+    assert encoder.cache is not None
+    assert encoder.cache.hits == 3
 
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    made = encode_inputs.tower(role="query")
-    return encode_inputs.towers(tmp_path_factory.mktemp("student") / "student", made, kind="student")
+    tower = encode_inputs.tower(role="query")
+    return encode_inputs.towers(tmp_path_factory.mktemp("student") / "student", tower, kind="student")
 
 
-def test_an_export_is_an_artifact_that_is_found_again(student: Artifact, tmp_path: Path):
+def test_an_export_is_a_separate_artifact(student: Artifact, tmp_path: Path):
     run_dir = str(tmp_path / "run")
     assert exports.find(student, "auto", run_dir).digest == student.digest
     with pytest.raises(ArtifactError, match=r"scalingnote export --run .* --form onnx_int8"):
         exports.find(student, "onnx_int8", run_dir)
     dataset = tiny.dataset(str(tmp_path / "dataset"))
-    made = exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
-    assert made.manifest.info["least_cosine"] > onnx.MIN_COSINE
-    assert made.counts["golden"] == tiny.DOCUMENTS < exports.GOLDEN_QUERIES  # all of them
+    export = exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
+    assert export.manifest.info["least_cosine"] > onnx.MIN_COSINE
+    assert export.counts["golden"] == tiny.DOCUMENTS < exports.GOLDEN_QUERIES  # all of them
     for form in ("auto", "onnx_int8"):
-        found = exports.find(student, form, run_dir)
-        assert (found.digest, found.manifest.kind) == (made.digest, "query_encoder")
-        assert QueryEncoder(found.directory("query"), form).form == "onnx_int8"
+        loaded = exports.find(student, form, run_dir)
+        assert (loaded.digest, loaded.manifest.kind) == (export.digest, "query_encoder")
+        assert QueryEncoder(loaded.directory("query"), form).form == "onnx_int8"
     assert exports.find(student, "torch", run_dir).digest == student.digest
-    again = exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
-    assert again.digest == made.digest
+    repeated = exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
+    assert repeated.digest == export.digest
 
 
 def session_of(folder: Path) -> Callable[[str], np.ndarray]:
-    """What a runtime does with an exported table: tokenizer.json, then the graph."""
+    """Open an exported table like another runtime: tokenizer.json, then the graph."""
     graph = pytest.importorskip("onnxruntime").InferenceSession(folder / "model.onnx")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return lambda text: graph.run(None, {INPUT: np.array(tokenizer.encode(text).ids, np.int64)})[0]
 
 
 @pytest.mark.parametrize("features", [False, True])
-def test_a_table_is_exported_for_other_runtimes_and_served_as_it_is(features: bool, tmp_path: Path):
+def test_a_table_is_exported_but_the_table_itself_is_served(features: bool, tmp_path: Path):
     run_dir, dataset = str(tmp_path / "run"), tiny.dataset(str(tmp_path / "dataset"))
     draft = Draft(str(tmp_path / "artifact"), kind="student", config=tiny.Nothing(), parents={})
     table(tmp_path / "artifact" / "query", features=features)
     student = draft.commit(counts={})
     with pytest.raises(ConfigError, match="is a table, which has no 8-bit products: --form onnx"):
         exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
-    made = exports.build(ExportConfig(form="onnx"), tower=student, dataset=dataset, run_dir=run_dir)
-    assert made.manifest.info["least_cosine"] > 1 - 1e-6
-    encode = session_of(Path(made.directory("query")))
+    export = exports.build(ExportConfig(form="onnx"), tower=student, dataset=dataset, run_dir=run_dir)
+    assert export.manifest.info["least_cosine"] > 1 - 1e-6
+    encode = session_of(Path(export.directory("query")))
     for query in QUERIES:
         (expected,) = QueryEncoder(student.directory("query")).encode(query)
         np.testing.assert_allclose(encode(query), expected, atol=1e-5)
@@ -264,7 +264,7 @@ def test_a_table_is_exported_for_other_runtimes_and_served_as_it_is(features: bo
 
 
 @pytest.mark.parametrize("features", [False, True])
-def test_the_table_of_a_folder_is_checked_by_its_own_tokens(features: bool, tmp_path: Path, monkeypatch):
+def test_the_export_of_a_folder_is_checked_by_its_own_tokens(features: bool, tmp_path: Path, monkeypatch):
     table(tmp_path / "table", features=features)
     into = tmp_path / "web"
     assert cli.main(["export", "--model", str(tmp_path / "table"), "--to", str(into)]) == 0
@@ -276,7 +276,7 @@ def test_the_table_of_a_folder_is_checked_by_its_own_tokens(features: bool, tmp_
     np.testing.assert_allclose(np.load(into / "golden.npy"), expected, atol=1e-6)
     encode = session_of(into)
     np.testing.assert_allclose([*map(encode, golden)], expected, atol=1e-5)
-    if features:  # or the check would not see a pair
+    if features:  # otherwise the check would have no pairs
         keys = {*feature_keys().tolist()}
         split = Tokenizer.from_file(str(into / "tokenizer.json"))
         ids = [split.encode(query).ids for query in golden]
@@ -285,6 +285,6 @@ def test_the_table_of_a_folder_is_checked_by_its_own_tokens(features: bool, tmp_
     other = tmp_path / "other"
     short = replace(read_table(tmp_path / "table"), max_length=2)
     monkeypatch.setattr(exports, "read_table", lambda _: short)
-    with pytest.raises(ConfigError, match="gives other embeddings than the table"):
+    with pytest.raises(ConfigError, match="and the table compute different embeddings"):
         exports.export_lookup(tmp_path / "table", other)
     assert not [*other.iterdir()]

@@ -1,4 +1,4 @@
-"""The benchmark of query towers' forms runs from one end to the other at a tiny size."""
+"""The benchmark of the forms of query towers runs completely at a tiny size."""
 
 import json
 import sys
@@ -17,21 +17,21 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
         patch.setattr(query_encoder, "_data", lambda: (texts, [text[:20] for text in texts]))
         patch.setattr(query_encoder, "run_isolated", lambda work, *args: work(*args))
         for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
-            patch.setenv(name, "1")  # put back afterwards
+            patch.setenv(name, "1")  # restored afterwards
         sizes = ["--layers", "1", "--hidden", "64", "--rounds", "1", "--threads", "1", "--batches", "1", "64"]
         patch.setattr(sys, "argv", ["query_encoder", *sizes, "--json", str(path)])
         query_encoder.main()
     return json.loads(path.read_text())
 
 
-def test_every_form_is_measured_in_every_batch(report: dict):
+def test_every_form_is_measured_in_every_batch_size(report: dict):
     forms = [row["form"] for row in report["measurements"] if row["batch"] == 1]
     assert len(forms) == 7
     assert [row["form"] for row in report["measurements"]] == forms * 2
     assert all(row["queries/s"] > 0 for row in report["measurements"])
 
 
-def test_metrics_are_ratios_with_cosines_beside_them(report: dict):
+def test_metrics_are_ratios_and_cosines(report: dict):
     metrics = report["metrics"]
     assert metrics["lookup_b1_over_torch_fp32"] > 1
     assert metrics["onnx_int8_b1_over_torch_fp32"] > 0

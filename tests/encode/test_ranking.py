@@ -1,4 +1,4 @@
-"""BM25 by shards: rows, scores and ties of bm25s over all texts, bit for bit, however they are cut."""
+"""BM25 by shards has the rows, scores and ties of bm25s over all texts, bit for bit, for any shards."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ QUERIES = ["join tensors", "tensors tensors a", "张量的形状", "a b c a", "n
 
 
 def shards_of(texts: list[str], shard: int, k1: float = 1.2, b: float = 0.75) -> list[tuple[int, pa.Table]]:
-    """Shards of `shard` texts, each with the number of its first text."""
+    """Build shards of `shard` texts, each with the number of its first text."""
     words, totals = count_words(map(terms, texts))
     words = most_frequent(add_counts(words), 1000)
     weights = BM25Weights(words, documents=len(texts), length=totals["length"], k1=k1, b=b)
@@ -37,11 +37,11 @@ def shards_of(texts: list[str], shard: int, k1: float = 1.2, b: float = 0.75) ->
 
 
 def ranked(texts: list[str], queries: list[str], *, shard: int, k: int, k1: float, b: float):
-    """Rows and scores from shards of `shard` texts."""
+    """Search shards of `shard` texts; return rows and scores."""
     shards = shards_of(texts, shard, k1, b)
     assert all(table.schema == SHARD for _, table in shards)
     rows, scores = search(shards, queries, k)
-    # In two runs of shards, merged, as well.
+    # A search in two groups of shards, merged, has the same result.
     runs = [search(run, queries, k) for run in (shards[: len(shards) // 2], shards[len(shards) // 2 :])]
     merged = topk.merge(*(np.concatenate([run[i] for run in runs], axis=1) for i in (1, 0)), k=k)
     assert merged[1].tolist() == rows.tolist()
@@ -50,7 +50,7 @@ def ranked(texts: list[str], queries: list[str], *, shard: int, k: int, k1: floa
 
 
 def ranked_by_bm25s(texts: list[str], queries: list[str], k: int, **constants: float):
-    """The same by the scores of all texts, -1 and 0 for those that share no term with the query."""
+    """Rank by the scores of all texts, with -1 and 0 for texts that share no term with the query."""
     index = BM25.build(texts, **constants)
     every = np.zeros((len(queries), max(len(texts), k)), np.float32)
     every[:, : len(texts)] = [index.scores(query) for query in queries]
@@ -61,7 +61,7 @@ def ranked_by_bm25s(texts: list[str], queries: list[str], k: int, **constants: f
 
 @pytest.mark.parametrize("shard", [1, 3, 100])
 @pytest.mark.parametrize(("k1", "b"), [(1.2, 0.75), (0.4, 1.0), (0.0, 0.0)])
-def test_shards_rank_as_bm25s_does(shard: int, k1: float, b: float):
+def test_shards_rank_like_bm25s(shard: int, k1: float, b: float):
     rows, scores = ranked(TEXTS, QUERIES, shard=shard, k=4, k1=k1, b=b)
     expected_rows, expected_scores = ranked_by_bm25s(TEXTS, QUERIES, 4, k1=k1, b=b)
     assert rows.tolist() == expected_rows.tolist()
@@ -76,7 +76,7 @@ def test_shards_rank_as_bm25s_does(shard: int, k1: float, b: float):
     st.integers(1, 40),
     st.integers(1, 8),
 )
-def test_any_texts_rank_as_in_bm25s(texts: list[str], queries: list[str], shard: int, k: int):
+def test_any_texts_rank_like_in_bm25s(texts: list[str], queries: list[str], shard: int, k: int):
     texts = [*texts, "a"]
     rows, scores = ranked(texts, queries, shard=shard, k=k, k1=1.2, b=0.75)
     expected_rows, expected_scores = ranked_by_bm25s(texts, queries, k)

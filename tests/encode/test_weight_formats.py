@@ -1,4 +1,4 @@
-"""Weights are read, cast and moved in the format they are computed in; buffers stay float32."""
+"""Weights are read, cast and moved in the precision of the computation; buffers stay float32."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ DOCUMENTS = pa.Table.from_pylist(tiny.document_rows(6))
 
 
 def check_equal(found: nn.Module, expected: nn.Module) -> None:
-    """Parameters of `found` are those of `expected` in bfloat16, buffers are the same in float32."""
+    """Check that parameters of `found` are those of `expected` in bfloat16, and buffers equal in float32."""
     cast_parameters(expected, LOW)
     assert {p.dtype for p in found.parameters()} == {LOW}
     for (name, ours), (other, theirs) in zip(
@@ -41,7 +41,7 @@ def check_equal(found: nn.Module, expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", [*families.FAMILIES, "mpnet"])
-def test_a_backbone_read_in_bfloat16_is_the_one_read_in_float32_and_cast(family: str, tmp_path: Path):
+def test_a_backbone_read_in_bfloat16_equals_a_cast_one(family: str, tmp_path: Path):
     path = families.folder(tmp_path / family, family)
     check_equal(backbone.load(path, dtype=LOW).model, backbone.load(path).model)
 
@@ -51,26 +51,26 @@ def test_a_buffer_that_bfloat16_would_round_stays_float32(tmp_path: Path):
     torch.manual_seed(0)
     AutoModel.from_config(config).save_pretrained(tmp_path)
     families.tokenizer().save_pretrained(tmp_path)
-    found = backbone.load(tmp_path, dtype=LOW).model
-    assert "embed_tokens.embed_scale" in dict(found.named_buffers())  # which transformers itself would round
-    check_equal(found, backbone.load(tmp_path).model)
+    model = backbone.load(tmp_path, dtype=LOW).model
+    assert "embed_tokens.embed_scale" in dict(model.named_buffers())  # transformers would round it
+    check_equal(model, backbone.load(tmp_path).model)
 
 
 def test_an_adapter_is_merged_before_its_base_is_cast(tmp_path: Path):
     base = families.folder(tmp_path / "base", "qwen2")
     config = families.tower_config(base, role="document", lora=Lora(rank=2))
-    made = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0)
+    tower = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0)
     with torch.no_grad():
-        for name, weight in made.backbone.named_parameters():
+        for name, weight in tower.backbone.named_parameters():
             if "lora_" in name:
                 weight.normal_(std=0.1)
-    made.save(tmp_path / "saved", merge_adapters=False)
+    tower.save(tmp_path / "saved", merge_adapters=False)
     assert (tmp_path / "saved" / "adapter_config.json").exists()
     check_equal(backbone.load(tmp_path / "saved", dtype=LOW).model, backbone.load(tmp_path / "saved").model)
 
 
 def make_tower(kind: str, path: Path) -> Path:
-    """The folder of a saved document tower of a kind."""
+    """Save a document tower of a kind; return its folder."""
     if kind == "library":
         source = published.folder(path / "source")
         tower: Any = LibraryTower(published_model.read(source, "document"), role="document", max_length=64)
@@ -91,62 +91,64 @@ def make_tower(kind: str, path: Path) -> Path:
 
 
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[set[torch.dtype]]:
-    """Formats of a tower's backbone when it is moved to a device."""
-    seen: list[set[torch.dtype]] = []
+def moved_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[set[torch.dtype]]:
+    """Record the dtypes of a tower's backbone when it is moved to a device."""
+    dtypes: list[set[torch.dtype]] = []
     move = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if (inner := getattr(module, "backbone", None)) is not None:
-            seen.append({p.dtype for p in inner.parameters()})
+            dtypes.append({p.dtype for p in inner.parameters()})
         return move(module, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "to", to)
-    return seen
+    return dtypes
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """Formats in which weights are read from files."""
-    seen: list[torch.dtype] = []
+def read_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Record the dtypes in which weights are read from files."""
+    dtypes: list[torch.dtype] = []
     load = AutoModel.from_pretrained
 
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs.get("dtype", torch.float32))
+        dtypes.append(kwargs.get("dtype", torch.float32))
         return load(*args, **kwargs)
 
     monkeypatch.setattr(AutoModel, "from_pretrained", from_pretrained)
-    return seen
+    return dtypes
 
 
 @pytest.mark.parametrize("kind", ["own", "sparse", "tokens", "published", "library"])
 def test_an_encoder_reads_and_moves_no_wider_weights(
-    kind: str, tmp_path: Path, moved: list[set[torch.dtype]], read: list[torch.dtype]
+    kind: str, tmp_path: Path, moved_dtypes: list[set[torch.dtype]], read_dtypes: list[torch.dtype]
 ):
     folder = make_tower(kind, tmp_path)
-    read.clear()
-    moved.clear()
-    found = Encoder.load(folder, precision="bfloat16")
-    assert set(read) == {LOW}
-    assert moved == [{LOW}]
-    expected = Encoder(dual_encoder.load_tower(folder), precision="bfloat16")  # read whole, cast on the host
-    assert moved == [{LOW}] * 2
+    read_dtypes.clear()
+    moved_dtypes.clear()
+    encoder = Encoder.load(folder, precision="bfloat16")
+    assert set(read_dtypes) == {LOW}
+    assert moved_dtypes == [{LOW}]
+    expected = Encoder(
+        dual_encoder.load_tower(folder), precision="bfloat16"
+    )  # read as float32, cast on the host
+    assert moved_dtypes == [{LOW}] * 2
     buffers = dict(expected.tower.named_buffers())
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in found.tower.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in encoder.tower.named_buffers())
     for name, embeddings in expected.encode_documents(DOCUMENTS).items():
-        np.testing.assert_array_equal(found.encode_documents(DOCUMENTS)[name], embeddings)
+        np.testing.assert_array_equal(encoder.encode_documents(DOCUMENTS)[name], embeddings)
 
 
 def test_a_cross_encoder_reads_and_moves_no_wider_weights(
-    tmp_path: Path, moved: list[set[torch.dtype]], read: list[torch.dtype]
+    tmp_path: Path, moved_dtypes: list[set[torch.dtype]], read_dtypes: list[torch.dtype]
 ):
     folder = tiny.cross_encoder(str(tmp_path / "made")).directory("model")
-    read.clear()
-    moved.clear()
-    found = PairEncoder.load(folder, precision="bfloat16")
-    assert set(read) == {LOW}
-    assert moved == [{LOW}]
-    expected = PairEncoder(type(found.model).load(folder), precision="bfloat16")
-    rows = found.model.query_prompt.rows(["ba ko", "li"])
+    read_dtypes.clear()
+    moved_dtypes.clear()
+    encoder = PairEncoder.load(folder, precision="bfloat16")
+    assert set(read_dtypes) == {LOW}
+    assert moved_dtypes == [{LOW}]
+    expected = PairEncoder(type(encoder.model).load(folder), precision="bfloat16")
+    rows = encoder.model.query_prompt.rows(["ba ko", "li"])
     nothing = [None] * len(rows)
-    np.testing.assert_array_equal(found.queries(rows, nothing), expected.queries(rows, nothing))
+    np.testing.assert_array_equal(encoder.queries(rows, nothing), expected.queries(rows, nothing))

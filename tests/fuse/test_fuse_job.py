@@ -1,4 +1,4 @@
-"""The stage: clicks in, final embeddings and both sides' networks out, the same after a kill."""
+"""The stage reads clicks and writes final embeddings and both networks, the same after a kill."""
 
 import datetime as dt
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def write_parts(draft: Draft, table: str, rows: pa.Table) -> None:
 
 
 def dataset(uri: str) -> Artifact:
-    """Users who click their brand, whatever the query; documents d000 and d001 belong to a test query."""
+    """Build a dataset of users who click their brand for any query; d000 and d001 belong to a test query."""
     rng = np.random.default_rng(0)
     draft = Draft(uri, kind="dataset", config=tiny.Nothing(), parents={})
     documents = [
@@ -106,9 +106,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     source = dataset(f"{base}/dataset")
     titles = [row["title"] for row in tiny.document_rows(DOCUMENTS)]
     towers, planner = draft("dual_encoder", dataset=source), draft("planner", dataset=source)
-    learnt = backbone.train_tokenizer(titles, vocabulary=300)
-    made = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=learnt, seed=0)
-    made.save(Path(towers.path("query")))
+    tokenizer_json = backbone.train_tokenizer(titles, vocabulary=300)
+    tower = dual_encoder.build_tower(
+        tiny.query_tower(), role="query", dim=DIM, tokenizer_json=tokenizer_json, seed=0
+    )
+    tower.save(Path(towers.path("query")))
     words = sorted({word for title in titles for word in title.split()})
     planner.write_table("words.parquet", pa.table([words, [2] * len(words)], schema=WORD_COUNTS))
     planner.write_json("planner.json", {"config": {"kind": "statistics"}, "texts": DOCUMENTS})
@@ -119,12 +121,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     views = {"doc_id": ids, "title": to_arrow(-matrix), "summary": to_arrow(matrix)}
     write_parts(plain, "embeddings", pa.table(views))
     embeddings = plain.commit(counts={"documents": DOCUMENTS})
-    coded = draft("semantic_ids", embeddings=embeddings)
-    coded.write_bytes("codebooks.safetensors", safetensors.save({"codebooks": codebooks}))
+    semantic_ids = draft("semantic_ids", embeddings=embeddings)
+    semantic_ids.write_bytes("codebooks.safetensors", safetensors.save({"codebooks": codebooks}))
     codes = encode_nearest(matrix, codebooks)
-    write_parts(coded, "codes", to_table(pa.chunked_array([ids]), codes, suffixes(ids)))
-    found = [source, embeddings, *(each.commit(counts={}) for each in (planner, coded, towers))]
-    return Inputs({artifact.manifest.kind: artifact.uri for artifact in found}, matrix)
+    write_parts(semantic_ids, "codes", to_table(pa.chunked_array([ids]), codes, suffixes(ids)))
+    artifacts = [source, embeddings, *(each.commit(counts={}) for each in (planner, semantic_ids, towers))]
+    return Inputs({artifact.manifest.kind: artifact.uri for artifact in artifacts}, matrix)
 
 
 def config(**more: object) -> FuseConfig:
@@ -142,52 +144,56 @@ def fused(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return run_without_ray(job.run, config(), **inputs.uris, output=output)
 
 
-def test_the_artifact_is_one_of_embeddings_in_the_same_parts(fused: Artifact, inputs: Inputs):
-    found = open_artifact(fused.uri, kind="embeddings")
+def test_the_artifact_has_embeddings_in_the_same_parts(fused: Artifact, inputs: Inputs):
+    artifact = open_artifact(fused.uri, kind="embeddings")
     plain = inputs.open("embeddings")
-    assert found.names("embeddings/") == plain.names("embeddings/")
+    assert artifact.names("embeddings/") == plain.names("embeddings/")
     for name in plain.names("embeddings/"):
-        one, other = found.table(name), plain.table(name)
+        one, other = artifact.table(name), plain.table(name)
         assert one.schema == other.schema
         assert one.drop_columns("summary") == other.drop_columns("summary")
-    final = to_numpy(found.table("embeddings")["summary"])
+    final = to_numpy(artifact.table("embeddings")["summary"])
     np.testing.assert_allclose(np.linalg.norm(final, axis=1), 1, atol=1e-5)
     assert np.abs(final - inputs.embeddings).max() > 0.05
-    _require_same_origin(found, inputs.open("semantic_ids"))
-    curve = found.read_json("curve.json")
+    _require_same_origin(artifact, inputs.open("semantic_ids"))
+    curve = artifact.read_json("curve.json")
     assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
     assert not list(Path(fused.uri).glob("_work*"))
 
 
-def test_what_test_queries_show_is_not_learnt_from(fused: Artifact, inputs: Inputs, tmp_path: Path):
+def test_impressions_of_test_queries_are_not_trained_on(fused: Artifact, inputs: Inputs, tmp_path: Path):
     source = inputs.open("dataset")
     prepare.write_clicks(config(parts=1), source, [], folder=str(tmp_path))
-    seen = [row for row in source.table("impressions").to_pylist() if row["doc_id"] not in ("d000", "d001")]
-    usable = pa.Table.from_pylist([row for row in seen if row["query_id"] != "q1"], schema=schema.IMPRESSIONS)
-    wanted = training_rows(usable.select(SCHEMA.names), last=5, skipped=2)
+    visible = [
+        row for row in source.table("impressions").to_pylist() if row["doc_id"] not in ("d000", "d001")
+    ]
+    usable = pa.Table.from_pylist(
+        [row for row in visible if row["query_id"] != "q1"], schema=schema.IMPRESSIONS
+    )
+    expected = training_rows(usable.select(SCHEMA.names), last=5, skipped=2)
     clicks = read_table(f"{tmp_path}/clicks/00000.arrow")
     for name in ("query", "history"):
-        assert clicks[name].to_pylist() == wanted[name].to_pylist()
-    assert fused.counts["clicks"] == len(wanted) < sum(row["clicked"] for row in seen)
+        assert clicks[name].to_pylist() == expected[name].to_pylist()
+    assert fused.counts["clicks"] == len(expected) < sum(row["clicked"] for row in visible)
     assert fused.counts["clicks_left_out"] == 0
-    named, counts = np.unique(to_matrix(wanted["group"])[:, 0], return_counts=True)
+    clicked, counts = np.unique(to_matrix(expected["group"])[:, 0], return_counts=True)
     shares = read_table(f"{tmp_path}/shares.arrow")["share"].to_numpy()
-    known = read_table(f"{tmp_path}/named.arrow")["hash"].to_numpy()
-    np.testing.assert_allclose(shares[np.searchsorted(known, named)], counts / counts.sum())
+    hashes = read_table(f"{tmp_path}/named.arrow")["hash"].to_numpy()
+    np.testing.assert_allclose(shares[np.searchsorted(hashes, clicked)], counts / counts.sum())
     assert shares.sum() == pytest.approx(1)
 
 
-def test_one_document_by_the_saved_network_is_the_bulk_row(fused: Artifact, inputs: Inputs):
+def test_the_saved_network_fuses_one_document_like_the_stage(fused: Artifact, inputs: Inputs):
     fusion = DocumentFusion.load(fused.directory(job.DOCUMENT_SIDE))
     row = tiny.document_rows(DOCUMENTS)[30]
     document = pa.table({"doc_id": [row["doc_id"]], "brand": ["b2"], "price": [30.0]})
     codes = inputs.open("semantic_ids").table("codes")["codes"][30].as_py()
-    alone = fusion.fuse(document, inputs.embeddings[30:31], np.array([codes]))
-    np.testing.assert_allclose(alone, to_numpy(fused.table("embeddings")["summary"])[30:31], atol=1e-6)
+    single = fusion.fuse(document, inputs.embeddings[30:31], np.array([codes]))
+    np.testing.assert_allclose(single, to_numpy(fused.table("embeddings")["summary"])[30:31], atol=1e-6)
 
 
-def test_what_users_like_is_found_for_them(fused: Artifact, inputs: Inputs):
-    """Profiles and histories of one brand move a query towards that brand's documents."""
+def test_queries_of_users_move_towards_their_brand(fused: Artifact, inputs: Inputs):
+    """Profiles and histories of one brand move a query towards the documents of that brand."""
     queries = QueryFusion.load(fused.directory(job.QUERY_SIDE))
     final = to_numpy(fused.table("embeddings")["summary"])
     plain = inputs.embeddings[:8]
@@ -213,34 +219,34 @@ def test_a_query_path_answers_known_users_personally(fused: Artifact, inputs: In
     fusion = QueryFusion.load(fused.directory(job.QUERY_SIDE))
     path, query = QueryPath(encoder, None, Personal(fusion, store, words)), tiny.document_rows(10)[3]["title"]
     plain = QueryPath(encoder)([query])[0]
-    fan, stranger, nobody = path([query] * 3, ["fan", "a stranger", None])
-    assert [each.personalised for each in (fan, stranger, nobody)] == [True, False, False]
+    fan, stranger, anonymous = path([query] * 3, ["fan", "a stranger", None])
+    assert [each.personalised for each in (fan, stranger, anonymous)] == [True, False, False]
     np.testing.assert_allclose(np.linalg.norm(fan.embedding), 1, atol=1e-5)
     assert float((fan.embedding @ plain.embedding.T).item()) < 0.999
-    for each in (stranger, nobody):
+    for each in (stranger, anonymous):
         np.testing.assert_allclose(each.embedding, plain.embedding, atol=1e-6)
 
 
-def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
+def test_a_killed_run_resumes_and_has_the_same_result(
     fused: Artifact, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     output = f"{tmp_path}/fused"
-    for name in ("launch", "_fuse"):  # after preparing, then after training
+    for name in ("launch", "_fuse"):  # after the preparation, then after the training
         with monkeypatch.context() as patch:
             patch.setattr(job, name, die)
             with pytest.raises(KeyboardInterrupt):
                 job.run(config(), **inputs.uris, output=output)
     with monkeypatch.context() as patch:
-        patch.setattr(job, "launch", die)  # what is trained is not trained again
-        again = job.run(config(), **inputs.uris, output=output)
-    assert again.digest == fused.digest
+        patch.setattr(job, "launch", die)  # the networks are not trained again
+        resumed = job.run(config(), **inputs.uris, output=output)
+    assert resumed.digest == fused.digest
     assert job.run(config(), **inputs.uris, output=output).digest == fused.digest
 
 
-def test_inputs_that_do_not_fit_are_refused(inputs: Inputs, fused: Artifact, tmp_path: Path):
+def test_unsuitable_inputs_are_refused(inputs: Inputs, fused: Artifact, tmp_path: Path):
     missing = [{"kind": "numeric", "column": "prize"}]
     silent = tiny.dataset(f"{tmp_path}/silent").uri
     plain = {"document": {}, "query": {}}
@@ -248,12 +254,12 @@ def test_inputs_that_do_not_fit_are_refused(inputs: Inputs, fused: Artifact, tmp
         (ConfigError, "no column 'prize' in documents", {"document": {"features": missing}}, {}),
         (ConfigError, "no column 'prize' in users", {"query": {"profile": missing}}, {}),
         (ConfigError, "has no such table", {"document": {}}, {"dataset": silent}),
-        (ConfigError, "give a student or a dual_encoder", {}, {"dual_encoder": None}),
+        (ConfigError, "pass a student or a dual_encoder", {}, {"dual_encoder": None}),
         (ArtifactError, "re-run quantize", {}, {"embeddings": fused.uri}),
         (DataError, "no impressions", plain, {"dataset": silent}),
     ]
-    for number, (error, says, knobs, uris) in enumerate(cases):
-        with pytest.raises(error, match=says):
+    for number, (error, message, knobs, uris) in enumerate(cases):
+        with pytest.raises(error, match=message):
             job.run(config(**knobs), **{**inputs.uris, **uris}, output=f"{tmp_path}/{number}")
 
 
@@ -264,11 +270,11 @@ def test_a_document_that_was_not_encoded_is_left_out(inputs: Inputs, tmp_path: P
     table = source.table(part)
     draft.write_table(part, table.filter(pc.not_equal(table["doc_id"], "d003")))
     corpus = FusedCorpus(inputs.open("dataset"), draft.commit(counts={}), inputs.open("semantic_ids"))
-    whole, found = (read_part(c, part, ["brand"]) for c in (corpus._replace(embeddings=source), corpus))
-    kept = [row for row in range(PER_PART) if row != 3]
-    assert found[0].equals(whole[0].take(kept))
-    for some, every in zip(found[1:], whole[1:], strict=True):
-        np.testing.assert_array_equal(some, every[kept])
+    complete, fewer = (read_part(c, part, ["brand"]) for c in (corpus._replace(embeddings=source), corpus))
+    kept_rows = [row for row in range(PER_PART) if row != 3]
+    assert fewer[0].equals(complete[0].take(kept_rows))
+    for some, every in zip(fewer[1:], complete[1:], strict=True):
+        np.testing.assert_array_equal(some, every[kept_rows])
 
 
 def test_crosses_name_discrete_features_of_the_profile():

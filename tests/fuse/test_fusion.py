@@ -1,4 +1,4 @@
-"""Both sides: nothing known leaves the plain embedding, bit for bit; one row is fused as many are."""
+"""Both sides: without known features an embedding does not change; one row is fused like a batch."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def products(rows: int = ROWS) -> pa.Table:
 
 
 def perturb(network: torch.nn.Module) -> torch.nn.Module:
-    """With weights as after training: at the start the gate would hide every mistake."""
+    """Change the weights like training does: at the start the gate would hide every mistake."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -129,25 +129,25 @@ def test_a_single_feature_is_enough_to_change_a_document(documents: DocumentFusi
         assert np.abs(documents.fuse(known, plain, codes) - plain).max(axis=1).min() > 1e-3
 
 
-def test_one_row_is_fused_as_it_is_among_many(documents: DocumentFusion, queries: QueryFusion):
+def test_one_row_is_fused_the_same_as_in_a_batch(documents: DocumentFusion, queries: QueryFusion):
     plain, table = unit(ROWS), products()
     bulk = documents.fuse(table, plain, CODED)
     for row in (0, 7, 33):
         one = documents.fuse(table.slice(row, 1), plain[row : row + 1], CODED[row : row + 1])
         np.testing.assert_allclose(one[0], bulk[row], atol=1e-6)
     assert documents.fuse(table.slice(0, 0), plain[:0], CODED[:0]).shape == (0, DIM)
-    said = terms(5)
+    planner_terms = terms(5)
     users = [KNOWN, User(), User({"country": "de"}), User(history=("1-1-1-0",) * 9), User({"age": "33"})]
-    batch = queries.fuse(plain[:5], terms=said, users=users)
+    batch = queries.fuse(plain[:5], terms=planner_terms, users=users)
     for row, user in enumerate(users):
         words = slice(2 * row, 2 * row + 2)
-        own = TermScores(np.array([0, 2]), said.terms[words], said.scores[words])
-        fused = queries.fuse(plain[row : row + 1], terms=own, users=[user])
+        row_terms = TermScores(np.array([0, 2]), planner_terms.terms[words], planner_terms.scores[words])
+        fused = queries.fuse(plain[row : row + 1], terms=row_terms, users=[user])
         np.testing.assert_allclose(fused[0], batch[row], atol=1e-6)
 
 
 def test_each_pair_of_word_and_value_has_a_row():
-    """The buckets of numpy's integers without a sign, by splitmix64."""
+    """The buckets equal those of splitmix64 with unsigned integers of numpy."""
     words = np.random.default_rng(0).integers(0, 2**64, 500, np.uint64)
     values = np.array([[2, 2], [3, 2]], np.uint64).repeat(250, axis=0)
     columns = np.array([1 << 32, 2 << 32], np.uint64)
@@ -161,28 +161,28 @@ def test_each_pair_of_word_and_value_has_a_row():
 
 def test_a_cross_needs_a_word_and_a_value(queries: QueryFusion):
     slots = []
-    handle = queries._network.fusion.register_forward_pre_hook(lambda _, given: slots.extend(given[1]))
-    said = TermScores(np.array([0, 1, 2, 2]), terms(1).terms, terms(1).scores)
-    queries.fuse(unit(3), terms=said, users=[KNOWN, User(), KNOWN])
+    handle = queries._network.fusion.register_forward_pre_hook(lambda _, inputs: slots.extend(inputs[1]))
+    planner_terms = TermScores(np.array([0, 1, 2, 2]), terms(1).terms, terms(1).scores)
+    queries.fuse(unit(3), terms=planner_terms, users=[KNOWN, User(), KNOWN])
     handle.remove()
     words, country, _, cross, *_ = (known.tolist() for _, known in slots)
     assert (words, country, cross) == ([True, True, False], [True, False, True], [True, False, False])
 
 
-def test_both_sides_are_read_as_they_were_saved(
+def test_both_sides_are_the_same_after_saving_and_loading(
     documents: DocumentFusion, queries: QueryFusion, tmp_path: Path
 ):
     documents.save(tmp_path / "document")
     queries.save(tmp_path / "query")
-    again = DocumentFusion.load(tmp_path / "document")
-    assert again.columns == ["brand", "price", "image"]
+    loaded = DocumentFusion.load(tmp_path / "document")
+    assert loaded.columns == ["brand", "price", "image"]
     plain = unit(ROWS)
-    assert (again.fuse(products(), plain, CODED) == documents.fuse(products(), plain, CODED)).all()
+    assert (loaded.fuse(products(), plain, CODED) == documents.fuse(products(), plain, CODED)).all()
     more = {"terms": terms(4), "users": [KNOWN, User(), User(), KNOWN]}
     fused = QueryFusion.load(tmp_path / "query").fuse(plain[:4], **more)
     assert (fused == queries.fuse(plain[:4], **more)).all()
     with pytest.raises(ArtifactError, match="5 levels, these networks were trained with 3"):
-        again.fuse(products(), plain, np.zeros((ROWS, 5), np.int64))
+        loaded.fuse(products(), plain, np.zeros((ROWS, 5), np.int64))
     with pytest.raises(ArtifactError, match="run the stage fuse"):
         QueryFusion.load(tmp_path)
 
@@ -195,7 +195,7 @@ def test_the_last_valid_documents_of_a_history_are_read(queries: QueryFusion):
 
     assert (fused(*history) == fused(*history[-4:])).all()
     assert (fused(*history) != fused(*history[-3:])).any()
-    # Of other levels, of more codes, of no form at all.
+    # With fewer levels, with larger codes, and without a valid form.
     strange = ("1-2-0", "99-0-0-0", f"{10**30}-0-0-0", "a-b-c-d", "")
     assert (fused(*history, *strange) == fused(*history)).all()
 
@@ -225,7 +225,7 @@ def test_training_hides_features_and_serving_never_does(documents: DocumentFusio
     assert (documents.fuse(products(), plain, CODED) == served).all()
 
 
-def test_untrained_networks_change_nothing_but_rounding():
+def test_untrained_networks_change_embeddings_by_rounding():
     rows = semantic_ids()(torch.tensor([[1, 2, 3], [-1, -1, -1]]))
     codebooks = semantic_ids().tables.unflatten(0, (LEVELS, CODES))
     torch.testing.assert_close(rows[0], codebooks[0, 1] + codebooks[1, 2] + codebooks[2, 3])
@@ -237,8 +237,8 @@ def test_untrained_networks_change_nothing_but_rounding():
 
 def test_the_most_important_words_come_first():
     scores = np.array([0.2, 0.9, 0.9, 0.1], np.float32)
-    said = TermScores(np.array([0, 3, 3, 4]), np.array([7, 8, 9, 5], np.uint64), scores)
-    words, importances = important_words(said, 3)
+    planner_terms = TermScores(np.array([0, 3, 3, 4]), np.array([7, 8, 9, 5], np.uint64), scores)
+    words, importances = important_words(planner_terms, 3)
     assert words[0, :3].tolist() == [8, 9, 7]
     assert importances[1].tolist() == [NO_WORD] * QUERY_WORDS
     assert important_words(None, 3)[1].tolist() == [[NO_WORD] * QUERY_WORDS] * 3

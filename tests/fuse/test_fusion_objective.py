@@ -1,4 +1,4 @@
-"""The losses against float64 transcriptions of their equations, on one rank and on two."""
+"""The losses equal float64 transcriptions of their equations, on one rank and on two."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ NO_FEATURES = {"documents": [], "users": []}
 
 
 def batch(rows: slice = slice(None)) -> Clicks:
-    """A global batch in which two rows clicked one document, and some passed over few."""
+    """Build a global batch in which two rows clicked one document, and some rows skipped few documents."""
     rng = np.random.default_rng(0)
 
     def unit(count: int) -> np.ndarray:
@@ -61,7 +61,7 @@ def batch(rows: slice = slice(None)) -> Clicks:
 def twin(
     queries: np.ndarray, documents: np.ndarray, clicks: Clicks, losses: FusionLosses
 ) -> tuple[float, float]:
-    """Eq. of Yi et al. and the softmax over a session, in loops."""
+    """Compute the equation of Yi et al. and the softmax over a session, in loops."""
     group, log_q = clicks.group.numpy(), clicks.log_q.double().numpy()
     batch_loss = skipped_loss = 0.0
     for dim in losses.matryoshka:
@@ -73,8 +73,10 @@ def twin(
                 if j == i or group[j, 0] != group[i, 0]:
                     corrected[j] = q[i] @ d[j, 0] / losses.temperature - log_q[j]
             batch_loss += np.log(sum(np.exp(s - corrected[i]) for s in corrected.values())) / len(q)
-            own = [q[i] @ d[i, g] / losses.temperature for g in range(d.shape[1]) if group[i, g] >= 0]
-            skipped_loss += np.log(sum(np.exp(s - own[0]) for s in own)) / len(q)
+            skipped_scores = [
+                q[i] @ d[i, g] / losses.temperature for g in range(d.shape[1]) if group[i, g] >= 0
+            ]
+            skipped_loss += np.log(sum(np.exp(s - skipped_scores[0]) for s in skipped_scores)) / len(q)
     return batch_loss, skipped_loss
 
 
@@ -89,8 +91,8 @@ def test_losses_equal_their_equations_in_float64():
 
 
 @pytest.mark.parametrize("prefixes", [(8,), (8, DIM, 4 * DIM)])
-def test_losses_see_the_whole_embedding_once(prefixes: tuple[int, ...]):
-    """Whatever prefixes are named: values behind the longest would not be trained."""
+def test_losses_read_the_complete_embedding_once(prefixes: tuple[int, ...]):
+    """This holds for any prefixes: values after the longest prefix would not be trained."""
     config = CONFIG.model_copy(update={"losses": CONFIG.losses.model_copy(update={"matryoshka": prefixes})})
     codebooks = torch.zeros(LEVELS, 4, DIM)
     losses = [build(each, codebooks, NO_FEATURES)(batch())[0].item() for each in (config, CONFIG)]
@@ -98,15 +100,15 @@ def test_losses_see_the_whole_embedding_once(prefixes: tuple[int, ...]):
 
 
 def step(share: int) -> dict[str, torch.Tensor]:
-    """Loss and gradients of this rank's rows, averaged over ranks."""
-    own = slice(rank() * share, (rank() + 1) * share)
+    """Compute loss and gradients of this rank's rows, averaged over ranks."""
+    rows = slice(rank() * share, (rank() + 1) * share)
     codebooks = torch.randn(LEVELS, 4, DIM, generator=torch.Generator().manual_seed(0))
     stage = build(CONFIG, codebooks, NO_FEATURES)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    loss, parts = stage(batch(own))
+    loss, parts = stage(batch(rows))
     loss.backward()
     values = {"loss": loss.detach(), **parts} | {n: p.grad for n, p in stage.named_parameters()}
     if dist.is_initialized():
@@ -117,7 +119,7 @@ def step(share: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_loss_and_gradients_of_one():
+def test_two_ranks_have_the_loss_and_gradients_of_one():
     one = step(ROWS)
     assert all(value is not None for value in one.values())  # an unused parameter would stop DDP
     (two, other) = ranks.run(step, ROWS // 2, world=2)

@@ -1,4 +1,4 @@
-"""Training rows against a slow and obvious reading of the same log."""
+"""Training rows equal those of slow and obvious code for the same log."""
 
 import datetime as dt
 
@@ -11,9 +11,9 @@ from scalingnote.storage.shuffle import hash_of
 
 
 def log(seed: int, *, sessions: int = 60) -> pa.Table:
-    """Sessions of few users that often start in the same minute, some of nobody; rows in any order.
+    """Draw sessions of few users that often start in the same minute, some without a user; rows in any order.
 
-    Some sessions have two queries, and some documents come twice: shown and then clicked, or shown again.
+    Some sessions have two queries, and some documents occur twice: shown and then clicked, or shown again.
     """
     rng = np.random.default_rng(seed)
     rows = []
@@ -44,7 +44,7 @@ def slow(table: pa.Table, *, last: int, skipped: int) -> list[tuple]:
             for row in others
             if row["clicked"]
         ]
-        # Sessions of one moment have an order of their own: by the hash of their names.
+        # Sessions that start at the same time are ordered by the hash of their names.
         earlier.sort(key=lambda c: (c[0], int(hash_of(pa.array([c[1]]))[0]), c[2]))
         history = tuple(c[3] for c in earlier)[len(earlier) - last if len(earlier) > last else 0 :]
         for click in (row for row in rows if row["clicked"]):
@@ -53,20 +53,22 @@ def slow(table: pa.Table, *, last: int, skipped: int) -> list[tuple]:
             shown.sort(
                 key=lambda r: (r["position"] > click["position"], abs(r["position"] - click["position"]))
             )
-            passed = tuple(dict.fromkeys(r["doc_id"] for r in shown if r["doc_id"] not in clicked))[:skipped]
-            out.append((click["query_id"], user, click["doc_id"], passed, history))
+            skipped_documents = tuple(
+                dict.fromkeys(r["doc_id"] for r in shown if r["doc_id"] not in clicked)
+            )[:skipped]
+            out.append((click["query_id"], user, click["doc_id"], skipped_documents, history))
     return sorted(out, key=repr)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_are_those_of_a_slow_reading(seed: int):
+def test_rows_equal_those_of_slow_code(seed: int):
     table = log(seed)
-    found = training_rows(table, last=3, skipped=2)
+    table_of_rows = training_rows(table, last=3, skipped=2)
     names: dict[int, str | None] = {NO_HASH: None}
     for column in ("query_id", "user_id", "doc_id"):
-        known = pa.array(sorted({v for v in table[column].to_pylist() if v}))
-        names |= dict(zip(hash_of(known).tolist(), known.to_pylist(), strict=True))
-    read = [
+        values = pa.array(sorted({v for v in table[column].to_pylist() if v}))
+        names |= dict(zip(hash_of(values).tolist(), values.to_pylist(), strict=True))
+    rows = [
         (
             names[row["query"]],
             names[row["user"]],
@@ -74,25 +76,25 @@ def test_rows_are_those_of_a_slow_reading(seed: int):
             tuple(names[doc] for doc in row["group"][1:] if doc != NO_HASH),
             tuple(names[doc] for doc in row["history"] if doc != NO_HASH),
         )
-        for row in found.to_pylist()
+        for row in table_of_rows.to_pylist()
     ]
-    assert sorted(read, key=repr) == slow(table, last=3, skipped=2)
+    assert sorted(rows, key=repr) == slow(table, last=3, skipped=2)
 
 
-def test_what_was_clicked_or_of_another_query_is_not_skipped():
-    """A log that writes a row when a document is shown, and another when it is clicked."""
+def test_clicked_documents_and_other_queries_are_not_skipped():
+    """The log has a row when a document is shown, and another when it is clicked."""
     shown = [("q", "a", False), ("q", "b", False), ("q", "a", True), ("q", "b", False), ("other", "c", False)]
     moment = dt.datetime(2024, 1, 1)
     rows = [
         dict(zip(SCHEMA.names, ("s", None, query, doc, position, clicked, moment), strict=True))
         for position, (query, doc, clicked) in enumerate(shown, 1)
     ]
-    (found,) = training_rows(pa.Table.from_pylist(rows, schema=SCHEMA), last=3, skipped=3).to_pylist()
-    assert found["group"] == [*hash_of(pa.array(["a", "b"])), NO_HASH, NO_HASH]
-    assert found["history"] == [NO_HASH] * 3
+    (row,) = training_rows(pa.Table.from_pylist(rows, schema=SCHEMA), last=3, skipped=3).to_pylist()
+    assert row["group"] == [*hash_of(pa.array(["a", "b"])), NO_HASH, NO_HASH]
+    assert row["history"] == [NO_HASH] * 3
 
 
-def test_nothing_clicked_is_no_row():
+def test_impressions_without_clicks_have_no_rows():
     table = log(0).slice(0, 5)
     silent = table.set_column(5, "clicked", pa.array([False] * 5))
     assert len(training_rows(silent, last=3, skipped=2)) == 0

@@ -1,4 +1,4 @@
-"""Documents sorted by code range by range, and their statistics: as with all codes in one process."""
+"""Documents sorted by code in ranges have the files and statistics of a sort of all codes in one process."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ Corpus = tuple[list[str], np.ndarray, np.ndarray]
 
 
 def corpus(seed: int, *, crowded: bool = False) -> Corpus:
-    """Names, codes that collide often, and energies; if crowded, a third of the codes are equal."""
+    """Draw names, codes that collide often, and energies; if crowded, a third of the codes are equal."""
     rng = np.random.default_rng(seed)
     codes = np.minimum(rng.geometric(0.4, (sum(SIZES), LEVELS)) - 1, SIZE - 1)
     if crowded:
@@ -39,8 +39,8 @@ def sort(
         names = pa.chunked_array([doc_ids[ours]], pa.string())
         sampled = (np.arange(rows) % 3 == 0) & (earlier is None)
         write_table(draft.work(part), naming.coded_table(names, codes[ours], energy[ours], sampled))
-    found = naming.sort(draft, parts, sizes, levels=LEVELS, size=SIZE, earlier=earlier, each=map)
-    return found, draft.commit(counts={})
+    counted = naming.sort(draft, parts, sizes, levels=LEVELS, size=SIZE, earlier=earlier, each=map)
+    return counted, draft.commit(counts={})
 
 
 def by_code(artifact: Artifact) -> pa.Table:
@@ -50,12 +50,12 @@ def by_code(artifact: Artifact) -> pa.Table:
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("rows", [50, 200, 10_000])
-def test_ranges_give_the_files_and_statistics_of_the_whole(
+def test_ranges_have_the_files_and_statistics_of_one_sort(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, crowded: bool
 ) -> None:
     monkeypatch.setattr(naming, "ROWS", rows)
     doc_ids, codes, energy = corpus(0, crowded=crowded)
-    found, artifact = sort(tmp_path, (doc_ids, codes, energy))
+    counted, artifact = sort(tmp_path, (doc_ids, codes, energy))
     assert len(artifact.names("by_code/")) > 2 or rows == 10_000
     suffix = semantic_id.suffixes(pa.array(doc_ids))
     order = np.lexsort((suffix, *codes.T[::-1]))
@@ -65,15 +65,15 @@ def test_ranges_give_the_files_and_statistics_of_the_whole(
     for level in range(LEVELS):
         assert ordered[f"code_{level}"].to_pylist() == codes[order, level].tolist()
 
-    statistics = naming.report(found.all, found.spread)
+    statistics = naming.report(counted.all, counted.spread)
     expected = naming.report(tally(codes, energy, size=SIZE), PrefixCounts.of(codes[order]))
     for level, other in zip(statistics.pop("levels"), expected.pop("levels"), strict=True):
         assert level == pytest.approx(other)
     assert statistics == expected
     unseen = np.concatenate([np.arange(size) % 3 > 0 for size in SIZES])
-    counted = tally(codes[unseen], energy[unseen], size=SIZE)
-    assert {name: found.unseen[name].tolist() for name in ("documents", "usage")} == {
-        name: counted[name].tolist() for name in ("documents", "usage")
+    expected_unseen = tally(codes[unseen], energy[unseen], size=SIZE)
+    assert {name: counted.unseen[name].tolist() for name in ("documents", "usage")} == {
+        name: expected_unseen[name].tolist() for name in ("documents", "usage")
     }
     pieces = list(semantic_id.ByCode(artifact).pieces([2, 1, 0]))
     assert sum(len(piece.suffix) for piece in pieces) == (codes == [2, 1, 0]).all(axis=1).sum()
@@ -97,7 +97,7 @@ def test_ids_are_unique_whatever_the_number_of_parts_and_ranges(
     assert ids == sorted(ids)
 
 
-def test_two_documents_with_one_id_are_named(tmp_path: Path) -> None:
+def test_the_error_names_two_documents_with_one_id(tmp_path: Path) -> None:
     doc_ids, codes, energy = corpus(0)
     doc_ids[100], codes[100] = doc_ids[20], codes[20]
     with pytest.raises(DataError, match=r"documents 'd20' and 'd20' have one semantic ID"):
@@ -113,39 +113,37 @@ def test_documents_without_an_earlier_id_are_unseen(
     _, before = sort(tmp_path / "before", (doc_ids, codes, energy))
     rng = np.random.default_rng(2)
     order = rng.permutation(len(doc_ids))
-    names, kept = np.array(doc_ids, object)[order], rng.random(len(order)) < 0.7
-    names[~kept] = [f"new{i}" for i in range((~kept).sum())]
+    names, is_old = np.array(doc_ids, object)[order], rng.random(len(order)) < 0.7
+    names[~is_old] = [f"new{i}" for i in range((~is_old).sum())]
     monkeypatch.setattr(naming, "ROWS", rows)
-    found, _ = sort(tmp_path / "after", (names.tolist(), codes[order], energy[order]), earlier=before)
-    assert found.unseen["documents"] == (~kept).sum()
-    np.testing.assert_allclose(found.unseen["energy"], energy[order][~kept].sum(axis=0), rtol=1e-5)
-    assert found.all["documents"] == len(names)
+    counted, _ = sort(tmp_path / "after", (names.tolist(), codes[order], energy[order]), earlier=before)
+    assert counted.unseen["documents"] == (~is_old).sum()
+    np.testing.assert_allclose(counted.unseen["energy"], energy[order][~is_old].sum(axis=0), rtol=1e-5)
+    assert counted.all["documents"] == len(names)
 
 
-def test_a_killed_run_repeats_only_what_was_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_repeats_only_unfinished_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(naming, "ROWS", 100)
-    _, whole = sort(tmp_path / "whole", corpus(3))
-    counted = []
+    _, uninterrupted = sort(tmp_path / "whole", corpus(3))
+    calls = []
     count = PrefixCounts.of
 
     def dying(codes: np.ndarray) -> PrefixCounts:
-        counted.append(1)
-        if len(counted) == 3:
+        calls.append(1)
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return count(codes)
 
     monkeypatch.setattr(PrefixCounts, "of", dying)
     with pytest.raises(KeyboardInterrupt):
         sort(tmp_path / "again", corpus(3))
-    _, again = sort(tmp_path / "again", corpus(3))
-    assert len(counted) == len(whole.names("by_code/")) + 1  # the third was done twice
-    assert again.digest == whole.digest
+    _, resumed = sort(tmp_path / "again", corpus(3))
+    assert len(calls) == len(uninterrupted.names("by_code/")) + 1  # the third was done twice
+    assert resumed.digest == uninterrupted.digest
 
 
 @pytest.mark.parametrize(("size", "levels"), [(256, 6), (65_536, 5), (2, 16)])
-def test_keys_are_ordered_as_codes_and_suffixes_are(size: int, levels: int) -> None:
+def test_keys_sort_like_codes_and_suffixes(size: int, levels: int) -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, size, (300, levels)).astype(np.uint16)
     codes[:100] = rng.integers(0, 2, (100, levels)) * (size - 1)
@@ -157,17 +155,17 @@ def test_keys_are_ordered_as_codes_and_suffixes_are(size: int, levels: int) -> N
 def test_statistics_of_a_corpus_counted_by_hand() -> None:
     codes = np.array([[0, 0], [0, 1], [1, 1], [1, 1]], np.uint16)
     energy = np.array([[1.0, 0.25], [0.5, 0.25], [0.25, 0.5], [0.25, 0.0]], np.float32)
-    found = naming.report(tally(codes, energy, size=4), PrefixCounts.of(codes))
-    assert (found["documents"], found["distinct_codes"], found["collisions"]) == (4, 3, 1)
-    assert (found["uniqueness"], found["largest_collision"]) == (0.5, 2)
-    assert [level["usage"] for level in found["levels"]] == [0.5, 0.5]
-    np.testing.assert_allclose([level["entropy_bits"] for level in found["levels"]], [1.0, 0.8112781])
-    assert [level["residual_energy"] for level in found["levels"]] == [0.5, 0.25]
-    assert [level["distinct_prefixes"] for level in found["levels"]] == [2, 3]
+    report = naming.report(tally(codes, energy, size=4), PrefixCounts.of(codes))
+    assert (report["documents"], report["distinct_codes"], report["collisions"]) == (4, 3, 1)
+    assert (report["uniqueness"], report["largest_collision"]) == (0.5, 2)
+    assert [level["usage"] for level in report["levels"]] == [0.5, 0.5]
+    np.testing.assert_allclose([level["entropy_bits"] for level in report["levels"]], [1.0, 0.8112781])
+    assert [level["residual_energy"] for level in report["levels"]] == [0.5, 0.25]
+    assert [level["distinct_prefixes"] for level in report["levels"]] == [2, 3]
 
 
 @given(st.integers(1, 80), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
-def test_prefixes_of_ranges_add_up_to_the_whole(documents: int, levels: int, ranges: int, seed: int) -> None:
+def test_prefix_counts_of_ranges_add_up(documents: int, levels: int, ranges: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 4, (documents, levels)).astype(np.uint16)
     codes = codes[np.lexsort(codes.T[::-1])]
@@ -177,25 +175,25 @@ def test_prefixes_of_ranges_add_up_to_the_whole(documents: int, levels: int, ran
     assert spread.distinct == [len({tuple(row[: n + 1]) for row in codes.tolist()}) for n in range(levels)]
 
 
-def test_drift_of_documents_like_the_fitted_and_unlike_them() -> None:
+def test_drift_of_similar_and_of_different_documents() -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 8, (4000, 3))
     energy = np.outer(rng.random(4000) + 0.5, [0.6, 0.4, 0.3]).astype(np.float32)
     fitted, alike = (tally(codes[half], energy[half], size=8) for half in (slice(2000), slice(2000, 4000)))
-    found = naming.drift(alike, fitted, refit_above=1.1)
-    assert (found["documents"], found["refit"]) == (2000, False)
-    for level in found["levels"]:
+    drift = naming.drift(alike, fitted, refit_above=1.1)
+    assert (drift["documents"], drift["refit"]) == (2000, False)
+    for level in drift["levels"]:
         assert level["residual_energy_ratio"] == pytest.approx(1, abs=0.05)
         assert level["usage_divergence_bits"] < 0.01
-    # A third of the codes, and a fifth more left over after the last level.
+    # A third of the codes, and a fifth more residual energy after the last level.
     unlike = tally(codes[:500] // 3, energy[:500] * [1, 1, 1.2], size=8)
-    found = naming.drift(unlike, fitted, refit_above=1.1)
-    assert found["refit"]
-    assert found["levels"][2]["residual_energy_ratio"] == pytest.approx(1.2, abs=0.05)
-    assert found["levels"][0]["usage_divergence_bits"] > 0.3
+    drift = naming.drift(unlike, fitted, refit_above=1.1)
+    assert drift["refit"]
+    assert drift["levels"][2]["residual_energy_ratio"] == pytest.approx(1.2, abs=0.05)
+    assert drift["levels"][0]["usage_divergence_bits"] > 0.3
     assert not naming.drift(unlike, fitted, refit_above=1.3)["refit"]
     few = tally(codes[:50], 2 * energy[:50], size=8)
-    assert not naming.drift(few, fitted, refit_above=1.1)["refit"]  # too few to tell
+    assert not naming.drift(few, fitted, refit_above=1.1)["refit"]  # too few documents
     assert not naming.drift(unlike, few, refit_above=0.5)["refit"]
     one, other = (tally(np.array([[code]]), np.ones((1, 1)), size=2) for code in (0, 1))
     assert naming.drift(one, other, refit_above=2.0)["levels"][0]["usage_divergence_bits"] == 1

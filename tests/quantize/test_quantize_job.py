@@ -46,22 +46,22 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ray(monkeypatch)
 
 
-def test_the_sample_is_the_same_whatever_a_task_draws_of_it(
+def test_the_sample_does_not_depend_on_the_number_of_tasks(
     here: None, source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawn(name: str, rows: int, documents: int = 90) -> tuple[int, list[list[float]]]:
+    def draw_sample(name: str, rows: int, documents: int = 90) -> tuple[int, list[list[float]]]:
         monkeypatch.setattr(job, "ROWS_PER_SLICE", rows)
         folder = f"{tmp_path}/{name}"
         files = job.store_sample(source, documents=documents, seed=0, folder=folder, section="quantize")
         return files, job.read_sample(folder, files).tolist()
 
-    one_by_one, together = drawn("parts", 1), drawn("all", 1000)
+    one_by_one, together = draw_sample("parts", 1), draw_sample("all", 1000)
     assert (one_by_one[0], together[0]) == (3, 1)
     assert one_by_one[1] == together[1]
     assert len(together[1]) == 90
 
 
-def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact, matrix: np.ndarray) -> None:
+def test_every_document_has_its_own_id_from_stored_codebooks(ids: Artifact, matrix: np.ndarray) -> None:
     table = open_artifact(ids.uri, kind="semantic_ids").table("codes")
     assert table["doc_id"].to_pylist() == [f"d{i}" for i in range(sum(SIZES))]
     codebooks = load(Path(ids.file("codebooks.safetensors")).read_bytes())["codebooks"]
@@ -75,7 +75,7 @@ def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact,
     assert [ids.manifest.parts[name].rows for name in ids.names("codes/")] == SIZES
 
 
-def test_on_ray_it_has_the_same_digest_whatever_the_workers(
+def test_the_digest_on_ray_is_the_same_with_more_workers(
     cluster: None, ids: Artifact, source: Artifact, tmp_path: Path
 ) -> None:
     config = CONFIG.model_copy(update={"resources": Resources(workers=2)})
@@ -112,30 +112,32 @@ def test_a_killed_run_keeps_its_coded_parts(
     assert not Path(output, "_work").exists()
 
 
-def test_codebooks_are_of_the_sample_and_a_beam_leaves_less_over(
+def test_codebooks_fit_the_sample_and_a_beam_lowers_the_error(
     here: None, source: Artifact, matrix: np.ndarray, tmp_path: Path
 ) -> None:
-    made = job.run(CONFIG.model_copy(update={"beam": 8}), embeddings=source.uri, output=f"{tmp_path}/ids")
+    artifact = job.run(CONFIG.model_copy(update={"beam": 8}), embeddings=source.uri, output=f"{tmp_path}/ids")
     takes = shares(SIZES, size=400, seed=0)
     sampled = [
         part[draw(len(part), take=take, seed=0, part=n)]
         for n, (part, take) in enumerate(zip(np.split(matrix, [300, 550]), takes, strict=True))
     ]
-    twin = kmeans.fit(np.concatenate(sampled), levels=CONFIG.levels, codes=CONFIG.codes, seed=0)
-    codebooks = load(Path(made.file("codebooks.safetensors")).read_bytes())["codebooks"]
-    assert codebooks.tobytes() == twin.tobytes()
-    codes = np.array(made.table("codes")["codes"].to_pylist())
+    expected = kmeans.fit(np.concatenate(sampled), levels=CONFIG.levels, codes=CONFIG.codes, seed=0)
+    codebooks = load(Path(artifact.file("codebooks.safetensors")).read_bytes())["codebooks"]
+    assert codebooks.tobytes() == expected.tobytes()
+    codes = np.array(artifact.table("codes")["codes"].to_pylist())
     assert codes.tolist() == kmeans.encode(matrix, codebooks, beam=8).tolist()
     greedy = kmeans.encode_nearest(matrix, codebooks)
-    left = [kmeans.residual_energy(matrix, c, codebooks)[:, -1].mean() for c in (codes, greedy)]
-    assert left[0] < left[1]
-    assert made.read_json("statistics.json")["levels"][-1]["residual_energy"] == pytest.approx(left[0])
+    energies = [kmeans.residual_energy(matrix, c, codebooks)[:, -1].mean() for c in (codes, greedy)]
+    assert energies[0] < energies[1]
+    assert artifact.read_json("statistics.json")["levels"][-1]["residual_energy"] == pytest.approx(
+        energies[0]
+    )
 
 
-def test_with_earlier_codebooks_ids_stay_and_drift_is_told(
+def test_earlier_codebooks_keep_ids_and_report_drift(
     here: None, ids: Artifact, matrix: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The first 100 documents are gone, 200 others come that look like nothing the codebooks know.
+    # The first 100 documents are deleted; 200 are added that differ from the fitted ones.
     unlike = vectors(200, 16, seed=9)[:, ::-1] * np.float32(1.5)
     sizes = [250, 250, 200]
     folder = f"{tmp_path}/dataset"
@@ -149,45 +151,45 @@ def test_with_earlier_codebooks_ids_stay_and_drift_is_told(
     )
     config = CONFIG.model_copy(update={"codebooks": ids.uri})
     with caplog.at_level(logging.WARNING):
-        made = job.run(config, embeddings=later.uri, output=f"{tmp_path}/ids")
+        artifact = job.run(config, embeddings=later.uri, output=f"{tmp_path}/ids")
     old, new = (
         dict(zip(t["doc_id"].to_pylist(), t["semantic_id"].to_pylist(), strict=True))
-        for t in (ids.table("codes"), made.table("codes"))
+        for t in (ids.table("codes"), artifact.table("codes"))
     )
     assert len(new) == len(set(new.values())) == 700
     assert [new[f"d{i}"] for i in range(100, 600)] == [old[f"d{i}"] for i in range(100, 600)]
     assert not {new[f"d{i}"] for i in range(600, 800)} & set(old.values())
-    assert made.manifest.parts["codebooks.safetensors"] == ids.manifest.parts["codebooks.safetensors"]
-    assert made.manifest.parts["fitted.safetensors"] == ids.manifest.parts["fitted.safetensors"]
-    found = made.read_json("statistics.json")["drift"]
-    assert (found["documents"], found["refit"]) == (200, True)
+    assert artifact.manifest.parts["codebooks.safetensors"] == ids.manifest.parts["codebooks.safetensors"]
+    assert artifact.manifest.parts["fitted.safetensors"] == ids.manifest.parts["fitted.safetensors"]
+    drift = artifact.read_json("statistics.json")["drift"]
+    assert (drift["documents"], drift["refit"]) == (200, True)
     codebooks = load(Path(ids.file("codebooks.safetensors")).read_bytes())["codebooks"]
-    sampled = shares(SIZES, size=400, seed=0)
+    takes = shares(SIZES, size=400, seed=0)
     held_out = np.concatenate(
         [
             np.delete(part, draw(len(part), take=take, seed=0, part=n), axis=0)
-            for n, (part, take) in enumerate(zip(np.split(matrix, [300, 550]), sampled, strict=True))
+            for n, (part, take) in enumerate(zip(np.split(matrix, [300, 550]), takes, strict=True))
         ]
     )
     assert len(held_out) == 200
     means = []
-    for those in (unlike, held_out):
-        codes = kmeans.encode_nearest(np.ascontiguousarray(those), codebooks)
-        means.append(kmeans.residual_energy(those, codes, codebooks).mean(axis=0))
-    ratios = [level["residual_energy_ratio"] for level in found["levels"]]
+    for documents in (unlike, held_out):
+        codes = kmeans.encode_nearest(np.ascontiguousarray(documents), codebooks)
+        means.append(kmeans.residual_energy(documents, codes, codebooks).mean(axis=0))
+    ratios = [level["residual_energy_ratio"] for level in drift["levels"]]
     np.testing.assert_allclose(ratios, means[0] / means[1], rtol=1e-5)
     assert "fit new codebooks" in caplog.text
-    assert SemanticIds.open(made.uri).doc_id(new["d700"]) == "d700"
+    assert SemanticIds.open(artifact.uri).doc_id(new["d700"]) == "d700"
 
 
-def test_a_tenth_of_the_corpus_is_never_fitted_on() -> None:
+def test_a_tenth_of_the_corpus_is_left_out_of_the_sample() -> None:
     assert job._sample_size(CONFIG, [1000, 1000]) == 400
     assert job._sample_size(CONFIG, [100, 100]) == 180
-    assert job._sample_size(CONFIG, [17]) == 16  # but every code needs a document
+    assert job._sample_size(CONFIG, [17]) == 16  # less is left out: every code needs a document
     assert job._sample_size(CONFIG, [9]) == 9
 
 
-def test_codebooks_that_do_not_fit_are_refused(ids: Artifact, source: Artifact, tmp_path: Path) -> None:
+def test_unsuitable_codebooks_are_refused(ids: Artifact, source: Artifact, tmp_path: Path) -> None:
     for knob, other in (("levels", 3), ("codes", 17), ("beam", 2)):
         config = CONFIG.model_copy(update={"codebooks": ids.uri, knob: other})
         with pytest.raises(ConfigError, match=r"set quantize.levels=2 quantize.codes=16 quantize.beam=1$"):
@@ -199,12 +201,12 @@ def test_codebooks_that_do_not_fit_are_refused(ids: Artifact, source: Artifact, 
         job.run(config, embeddings=other.uri, output=f"{tmp_path}/ids")
 
 
-def test_a_damaged_part_is_named(here: None, matrix: np.ndarray, tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_part(here: None, matrix: np.ndarray, tmp_path: Path) -> None:
     parent = dataset(f"{tmp_path}/dataset", sizes=SIZES)
     source = embeddings(f"{tmp_path}/embeddings", matrix, parent=parent, sizes=SIZES)
     config = CONFIG.model_copy(update={"sample_documents": 20})
     draft = Draft(f"{tmp_path}/ids", kind="semantic_ids", config=config, parents={"embeddings": source})
-    # Codebooks are there already, so the damage is met where the part is coded.
+    # The codebooks exist already, so the damage is detected when the part is coded.
     draft.write_bytes(job.CODEBOOKS, job._codebooks(config, draft, source, None))
     path = Path(source.uri, "embeddings/part-00001.parquet")
     data = bytearray(path.read_bytes())
@@ -214,7 +216,7 @@ def test_a_damaged_part_is_named(here: None, matrix: np.ndarray, tmp_path: Path)
         job.run(config, embeddings=source.uri, output=draft.uri)
 
 
-def test_a_vector_that_is_not_finite_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_document_of_a_non_finite_vector(tmp_path: Path) -> None:
     broken = vectors(10, 8)
     broken[7, 3] = np.nan
     parent = dataset(f"{tmp_path}/dataset", sizes=[10])

@@ -22,7 +22,7 @@ SIZES = [300, 150, 250]
 
 @pytest.fixture(scope="module")
 def rows() -> list[tuple[tuple[int, ...], int, str]]:
-    """Codes, suffix and document, sorted: what the reader is measured against."""
+    """Return a list that `ids` fills with codes, suffix and document, sorted: the expected answers."""
     return []
 
 
@@ -53,25 +53,25 @@ def test_documents_and_children_of_every_prefix(ids: SemanticIds, rows: list) ->
     for length in range(LEVELS + 1):
         for prefix in product(range(SIZE), repeat=length):
             under = [row for row in rows if row[0][:length] == prefix]
-            found = ids.documents(prefix)
-            assert found["doc_id"].to_pylist() == [doc_id for _, _, doc_id in under]
-            assert found["semantic_id"].to_pylist() == [
+            table = ids.documents(prefix)
+            assert table["doc_id"].to_pylist() == [doc_id for _, _, doc_id in under]
+            assert table["semantic_id"].to_pylist() == [
                 "-".join(map(str, (*codes, suffix))) for codes, suffix, _ in under
             ]
             assert ids.count(prefix) == len(under)
             if length < LEVELS:
                 assert ids.children(prefix) == Counter(codes[length] for codes, _, _ in under)
-    whole = ids.documents(())
+    everything = ids.documents(())
     for limit in (0, 1, 130, 700, 900):
-        assert ids.documents((), limit=limit).equals(whole.slice(0, limit))
+        assert ids.documents((), limit=limit).equals(everything.slice(0, limit))
 
 
-def test_from_id_to_document_and_back(ids: SemanticIds, rows: list) -> None:
-    named = {f"{'-'.join(map(str, codes))}-{suffix}": doc_id for codes, suffix, doc_id in rows}
-    assert {text: ids.doc_id(text) for text in named} == named
-    back = {doc_id: text for text, doc_id in named.items()}
-    assert ids.of([f"d{i}" for i in range(len(rows))]) == back
-    assert ids.of(["d3", "no such", "d600"]) == {"d3": back["d3"], "d600": back["d600"]}
+def test_look_up_of_documents_by_id_and_ids_by_document(ids: SemanticIds, rows: list) -> None:
+    doc_id_of = {f"{'-'.join(map(str, codes))}-{suffix}": doc_id for codes, suffix, doc_id in rows}
+    assert {text: ids.doc_id(text) for text in doc_id_of} == doc_id_of
+    id_of = {doc_id: text for text, doc_id in doc_id_of.items()}
+    assert ids.of([f"d{i}" for i in range(len(rows))]) == id_of
+    assert ids.of(["d3", "no such", "d600"]) == {"d3": id_of["d3"], "d600": id_of["d600"]}
     assert ids.of([]) == {}
     (codes, suffix, _), *_ = rows
     assert ids.doc_id(f"{'-'.join(map(str, codes))}-{suffix + 500}") is None
@@ -88,22 +88,22 @@ def test_the_nearest_prefixes_are_those_of_brute_force(
     scores = queries @ decoded.T
     if metric == "l2":
         scores = -np.square(queries[:, None].astype(np.float64) - decoded).sum(axis=2)
-    found = ids.nearest(queries, level=level, n=5, metric=metric, width=None)
+    exact = ids.nearest(queries, level=level, n=5, metric=metric, width=None)
     beam = ids.nearest(queries, level=level, n=5, metric=metric, width=12)
     agree = 0
-    for row, near, kept in zip(scores, found, beam, strict=True):
+    for row, near, near_by_beam in zip(scores, exact, beam, strict=True):
         np.testing.assert_allclose([one.score for one in near], np.sort(row)[::-1][:5], atol=1e-5)
         of = dict(zip(prefixes, row, strict=True))
         np.testing.assert_allclose([one.score for one in near], [of[one.prefix] for one in near], atol=1e-5)
         assert [one.documents for one in near] == [prefixes[one.prefix] for one in near]
-        agree += len({one.prefix for one in near} & {one.prefix for one in kept})
+        agree += len({one.prefix for one in near} & {one.prefix for one in near_by_beam})
     assert agree >= 0.9 * 5 * len(queries)
     (every,) = ids.nearest(queries[:1], level=level, n=1000, metric=metric, width=None)
     assert {one.prefix for one in every} == {*prefixes}
 
 
-def test_what_cannot_be_read_is_said(ids: SemanticIds, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"\[1, 7\] is no prefix here: at most 3 codes, each 0 to 6"):
+def test_invalid_prefixes_ids_and_artifacts_are_refused(ids: SemanticIds, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"\[1, 7\] is not a prefix: pass at most 3 codes, each 0 to 6"):
         ids.documents([1, 7])
     with pytest.raises(DataError, match=r"at most 2 codes"):
         ids.children([0, 0, 0])
@@ -123,12 +123,12 @@ def test_what_cannot_be_read_is_said(ids: SemanticIds, tmp_path: Path) -> None:
 
 
 @given(st.lists(st.text(max_size=5), unique=True, max_size=60), st.integers(0, 60))
-def test_a_suffix_depends_on_the_document_alone(doc_ids: list[str], cut: int) -> None:
-    whole = semantic_id.suffixes(pa.array(doc_ids, pa.string()))
-    assert (whole >= 0).all()
-    assert len(set(whole.tolist())) == len(doc_ids)
+def test_a_suffix_depends_only_on_the_document(doc_ids: list[str], cut: int) -> None:
+    suffixes = semantic_id.suffixes(pa.array(doc_ids, pa.string()))
+    assert (suffixes >= 0).all()
+    assert len(set(suffixes.tolist())) == len(doc_ids)
     parts = pa.chunked_array([doc_ids[cut:], doc_ids[:cut]], pa.string())
-    assert semantic_id.suffixes(parts).tolist() == [*whole[cut:].tolist(), *whole[:cut].tolist()]
+    assert semantic_id.suffixes(parts).tolist() == [*suffixes[cut:].tolist(), *suffixes[:cut].tolist()]
     assert semantic_id.suffixes(pa.array(["d17"])).tolist() == [4527695071737464907]  # on every machine
 
 

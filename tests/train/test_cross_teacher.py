@@ -118,7 +118,7 @@ def test_search_ranks_documents_the_same_as_the_teacher_scores(
 def test_a_cross_encoder_has_only_one_view_of_a_document(tmp_path: Path):
     dataset = tiny.dataset(str(tmp_path / "dataset"), count=8)
     teacher = tiny.cross_encoder(str(tmp_path / "teacher"))
-    with pytest.raises(ConfigError, match=r"gives no view \['title'\]"):
+    with pytest.raises(ConfigError, match=r"has no view \['title'\]"):
         job.run_documents(
             EncodeConfig(views=("title", "summary")),
             dataset=dataset.uri,

@@ -1,4 +1,4 @@
-"""A small shop: 40 queries, 60 documents in groups of three, a click log, and a few test queries."""
+"""The collect stage on a small shop: 40 queries, 60 documents in groups of three, a click log."""
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +36,7 @@ from scalingnote.triplets.planner import job as planner_job
 WORDS = ["lamp", "sofa", "desk", "chair", "shelf", "rug", "bed", "mirror", "stool", "vase", "plant", "clock"]
 WORDS += ["frame", "bench", "crate"]
 TEST_QUERIES = {"q3", "q17"}
-# One worker: a second one takes longer to start than there is to do.
+# One worker, because a second one would take longer to start than the work takes.
 ONE_HOP = CollectConfig(
     top_k=2,
     top_t=12,
@@ -46,7 +46,7 @@ ONE_HOP = CollectConfig(
     decontamination=False,
     resources=Resources(workers=1),
 )
-# In a shop of so few words, all are frequent: importances are near 0. Caps must choose among equals.
+# In a shop with few words all are frequent: importances are near 0, and caps must choose among equal ones.
 CONFIG = ONE_HOP.model_copy(
     update={"association": AssociationConfig(click_threshold=0, relevance_threshold=0, max_associates=1)}
 )
@@ -55,7 +55,7 @@ PLANNER = Statistics(fields=("title",))
 
 def make_dataset(uri, *, impressions=True, scores=False):
     draft = Draft(str(uri), kind="dataset", config=Config(), parents={})
-    # Every fifteenth text is the same: such queries are associated by clicks and by relevance.
+    # Every fifteenth text is the same: these queries are associated by clicks and by relevance.
     text = [f"{WORDS[i % 15]} {WORDS[i * 7 % 15 - 1]} shop item" for i in range(60)]
     documents = [(f"d{i}", text[i], "home", f"model {i}", f"g{i // 3}") for i in range(60)]
     draft.write_table("documents/part-00000.parquet", table_of(DOCUMENTS, documents[:30]))
@@ -74,8 +74,8 @@ def make_dataset(uri, *, impressions=True, scores=False):
         log += [("s", None, "stranger", "d1", 1, True, 0, None)]
         draft.write_table("impressions.parquet", table_of(IMPRESSIONS, log))
     if scores:
-        ranked = [(f"q{i}", f"d{(i * 5 + j) % 60}", float(-j)) for i in range(40) for j in range(15)]
-        draft.write_table("scores.parquet", table_of(SCORES, ranked))
+        score_rows = [(f"q{i}", f"d{(i * 5 + j) % 60}", float(-j)) for i in range(40) for j in range(15)]
+        draft.write_table("scores.parquet", table_of(SCORES, score_rows))
     return draft.commit(counts={}, simulated_clicks=impressions)
 
 
@@ -110,7 +110,7 @@ def multi_hop(scored, planner, tmp_path_factory):
     return run_without_ray(run, CONFIG, dataset=scored.uri, planner=planner.uri, output=output)
 
 
-def test_test_documents_with_groups_and_texts_are_held_out(tmp_path, dataset):
+def test_documents_of_test_queries_are_held_out(tmp_path, dataset):
     assert set(find_held_out(dataset)["doc_id"].to_pylist()) == TEST_DOCUMENTS
     rows = [
         ("d0", "Straße  one", "", "Holds\na text", None),
@@ -118,10 +118,10 @@ def test_test_documents_with_groups_and_texts_are_held_out(tmp_path, dataset):
         ("d2", "Straße one", "", "holds another text", None),
         ("d3", "", "", "", None),
         ("d4", "", "", "judged", None),
-        ("d5", "", "", "judged", None),  # of a document that answers no test query
-        ("d6", "", "", "Straße one holds a text", "g"),  # joined alike
-        ("d7", "", "", "other", "g"),  # of the group of a document that is held out by its text alone
-        ("d8", "", "", "", ""),  # an empty group is none
+        ("d5", "", "", "judged", None),  # a document that answers no test query
+        ("d6", "", "", "Straße one holds a text", "g"),  # equal when the fields are joined
+        ("d7", "", "", "other", "g"),  # in the group of a document that is held out only by its text
+        ("d8", "", "", "", ""),  # an empty group is not a group
     ]
 
     def held_out(name: str, **info: bool) -> pa.Table:
@@ -129,17 +129,17 @@ def test_test_documents_with_groups_and_texts_are_held_out(tmp_path, dataset):
         for part in range(2):
             draft.write_table(f"documents/part-{part:05d}.parquet", table_of(DOCUMENTS, rows[part::2]))
         draft.write_table("queries.parquet", table_of(QUERIES, [("q", "x", "test"), ("r", "y", "train")]))
-        judged = [("q", "d0", 1), ("q", "d3", 1), ("q", "d4", 0), ("r", "d5", 1)]
-        draft.write_table("qrels.parquet", table_of(QRELS, judged))
+        judgements = [("q", "d0", 1), ("q", "d3", 1), ("q", "d4", 0), ("r", "d5", 1)]
+        draft.write_table("qrels.parquet", table_of(QRELS, judgements))
         return find_held_out(draft.commit(counts={}, **info))
 
-    found = held_out("by-group")
-    assert sorted(found["doc_id"].to_pylist()) == ["d0", "d1", "d3", "d6"]
-    assert sum(found["by_text"].to_pylist()) == 2
+    excluded = held_out("by-group")
+    assert sorted(excluded["doc_id"].to_pylist()) == ["d0", "d1", "d3", "d6"]
+    assert sum(excluded["by_text"].to_pylist()) == 2
     assert len(held_out("by-time", hold_out_documents=False)) == 0
 
 
-def test_one_hop(dataset, one_hop):
+def test_one_hop_triplets_follow_clicks_and_ranks(dataset, one_hop):
     artifact = one_hop
     assert artifact.manifest.info["simulated_clicks"] is True
     assert artifact.manifest.info["ranking_model"] == "bm25"
@@ -182,38 +182,38 @@ def clicks(dataset):
 
 
 def check(row, clicked):
-    """What holds for every triplet, whoever's evidence it is."""
+    """Check the properties of every triplet, from the evidence of any query."""
     assert row["query_id"] not in TEST_QUERIES
-    seen = {row["positive"], *row["negatives"]}
-    assert not seen & TEST_DOCUMENTS
+    documents = {row["positive"], *row["negatives"]}
+    assert not documents & TEST_DOCUMENTS
     assert len(row["negatives"]) <= 1
     assert row["positive"] not in row["negatives"]
     assert not clicked[row["query_id"]] & set(row["negatives"])
     assert row["weight"] == 1.0
 
 
-def test_multi_hop_lends_what_the_lenders_have(scored, multi_hop):
+def test_multi_hop_triplets_are_those_of_associates(scored, multi_hop):
     dataset, artifact = scored, multi_hop
     rows = artifact.table("triplets").to_pylist()
     clicked = clicks(dataset)
-    own = {(r["query_id"], r["source"], r["positive"]): r["negatives"] for r in rows if r["hop"] == "one"}
-    lent = [row for row in rows if row["hop"] == "multi"]
-    assert {row["source"] for row in lent} == {"click", "relevance"}
-    for row in lent:
+    one_hop = {(r["query_id"], r["source"], r["positive"]): r["negatives"] for r in rows if r["hop"] == "one"}
+    multi_hop_rows = [row for row in rows if row["hop"] == "multi"]
+    assert {row["source"] for row in multi_hop_rows} == {"click", "relevance"}
+    for row in multi_hop_rows:
         check(row, clicked)
-        assert own[row["via"], row["source"], row["positive"]] == row["negatives"]
+        assert one_hop[row["via"], row["source"], row["positive"]] == row["negatives"]
         assert row["positive"] not in clicked[row["query_id"]]
-        # What is measured was not trained on, nor the other way round.
-        lenders = "validation" if hash_fraction(row["via"], seed=CONFIG.seed) < 0.3 else "train"
-        assert row["split"] == lenders
+        # Both queries of an association are in one split.
+        split = "validation" if hash_fraction(row["via"], seed=CONFIG.seed) < 0.3 else "train"
+        assert row["split"] == split
     assert artifact.counts["multi_across_split"] > 0
-    assert len(lent) == artifact.counts["click_multi"] + artifact.counts["relevance_multi"]
+    assert len(multi_hop_rows) == artifact.counts["click_multi"] + artifact.counts["relevance_multi"]
     page = fs.read_bytes(artifact.file("statistics.md")).decode()
     assert "**Clicks are simulated.**" in page
     assert "multi across split" in page
 
 
-def test_given_scores_replace_bm25(planner, tmp_path, monkeypatch):
+def test_scores_of_the_dataset_replace_bm25(planner, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     dataset = make_dataset(tmp_path / "dataset", impressions=False, scores=True)
     config = ONE_HOP.model_copy(update={"sources": ("relevance",)})
@@ -225,8 +225,8 @@ def test_given_scores_replace_bm25(planner, tmp_path, monkeypatch):
         i = int(row["query_id"][1:])
         ranking = [doc for doc in (f"d{(i * 5 + j) % 60}" for j in range(15)) if doc in allowed]
         assert row["positive"] == ranking[0]
-        given = [-float(next(j for j in range(15) if d == f"d{(i * 5 + j) % 60}")) for d in docs_of(row)]
-        assert row["scores"] == given
+        expected = [-float(next(j for j in range(15) if d == f"d{(i * 5 + j) % 60}")) for d in docs_of(row)]
+        assert row["scores"] == expected
         assert set(row["negatives"]) <= set(ranking[CONFIG.top_k : CONFIG.top_t])
 
 
@@ -235,7 +235,7 @@ def docs_of(row):
 
 
 def check_cut(other, multi_hop):
-    """The artifact of more parts has the same triplets, also where a cap must choose among equals."""
+    """Check that an artifact with more parts has the same triplets, also if a cap chooses among equals."""
     assert other.counts["relevance_pairs_left_out"] > 0
     assert other.names("triplets/") != multi_hop.names("triplets/")
     one, two = map(sorted_rows, (multi_hop, other))
@@ -243,14 +243,14 @@ def check_cut(other, multi_hop):
     assert one.equals(two)
 
 
-def test_the_number_of_parts_decides_nothing_but_the_files(scored, planner, multi_hop, tmp_path):
+def test_triplets_do_not_depend_on_the_number_of_parts(scored, planner, multi_hop, tmp_path):
     config = CONFIG.model_copy(update={"parts": 7})
     output = str(tmp_path / "other")
     check_cut(run_without_ray(run, config, dataset=scored.uri, planner=planner.uri, output=output), multi_hop)
 
 
 @pytest.mark.slow
-def test_nor_does_the_number_of_workers(cluster, scored, planner, multi_hop, tmp_path):
+def test_triplets_do_not_depend_on_the_number_of_workers(cluster, scored, planner, multi_hop, tmp_path):
     config = CONFIG.model_copy(update={"parts": 7, "resources": Resources(workers=2)})
     output = str(tmp_path / "other")
     check_cut(run(config, dataset=scored.uri, planner=planner.uri, output=output), multi_hop)
@@ -273,7 +273,7 @@ def sorted_rows(triplets):
 
 
 @pytest.mark.slow
-def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, planner, tmp_path):
+def test_a_missing_cross_encoder_is_a_config_error(cluster, dataset, planner, tmp_path):
     wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
     with pytest.raises(ConfigError, match="nothing"):
         run(wrong, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "wrong"))
@@ -288,17 +288,17 @@ SHARDS = {
 }
 
 
-def test_killed_in_every_step_no_finished_item_is_repeated(dataset, planner, tmp_path, monkeypatch):
+def test_after_kills_in_every_step_no_finished_item_is_repeated(dataset, planner, tmp_path, monkeypatch):
     config = CONFIG.model_copy(update={"decontamination": True})
     monkeypatch.setattr(triplet_parts, "MAX_MULTI_HOP", 1)
     without_ray(monkeypatch)
-    whole = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
+    uninterrupted = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
     for name, value in SHARDS.items():
         monkeypatch.setattr(name, value)
     steps = KilledSteps(monkeypatch, "scalingnote.triplets.collect.job", "scalingnote.encode.lexical.words")
     output = str(tmp_path / "b")
-    again = steps.finish(lambda: run(config, dataset=dataset.uri, planner=planner.uri, output=output))
-    assert again.digest == whole.digest
+    resumed = steps.finish(lambda: run(config, dataset=dataset.uri, planner=planner.uri, output=output))
+    assert resumed.digest == uninterrupted.digest
     assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "words"} <= steps.killed
     assert {"shards 0", "shards 1", "search 7"} <= set(steps.done)
     assert set(steps.done.values()) == {1}
@@ -306,7 +306,7 @@ def test_killed_in_every_step_no_finished_item_is_repeated(dataset, planner, tmp
 
 def test_a_cross_encoder_scores_the_candidates_of_bm25(dataset, planner, tmp_path, monkeypatch):
     class Scorer:
-        """A score of the pair's texts alone."""
+        """A score that depends only on the texts of the pair."""
 
         def __init__(self, config):
             self._seed = config.batch_size
@@ -327,18 +327,18 @@ def test_a_cross_encoder_scores_the_candidates_of_bm25(dataset, planner, tmp_pat
     assert len(rows) > 30
     for row in rows:
         (candidates,) = topk.select(bm25.scores(row["query"])[None], k=14)
-        asked = [row["query"]] * 14
-        scores = Scorer(ranker).score(asked, [texts[i] for i in candidates])
+        pair_queries = [row["query"]] * 14
+        scores = Scorer(ranker).score(pair_queries, [texts[i] for i in candidates])
         score_of = {names[i]: score for i, score in zip(candidates, scores, strict=True)}
         assert row["positive"] == max(sorted(score_of), key=score_of.get)
         assert row["scores"] == [pytest.approx(score_of[name]) for name in docs_of(row)]
     for name, value in SHARDS.items():
         monkeypatch.setattr(name, value)
-    cut = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "cut"))
-    assert cut.digest == artifact.digest
+    sharded = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "cut"))
+    assert sharded.digest == artifact.digest
 
 
-def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):
+def test_missing_evidence_is_an_error_before_any_work(planner, tmp_path):
     dataset = make_dataset(tmp_path / "dataset", impressions=False)
     for update, message in (
         ({}, r"collect\.sources"),
@@ -349,7 +349,7 @@ def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):
             run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "triplets"))
 
 
-def test_what_lacks_negatives_and_what_nobody_asked_is_counted():
+def test_missing_negatives_and_unknown_queries_are_counted():
     log = table_of(
         IMPRESSIONS,
         [
@@ -377,7 +377,7 @@ def test_what_lacks_negatives_and_what_nobody_asked_is_counted():
     assert (len(triplets), len(known), counts) == (0, 0, {"ignored_rows": 0})
 
 
-def test_rankings_without_a_score_say_nothing():
+def test_rankings_without_a_score_are_left_out():
     scores = pa.table({"query_id": ["q"] * 3, "doc_id": list("abc"), "score": [1.0, None, float("nan")]})
     scores = scores.set_column(2, "score", scores["score"].cast(pa.float32()))
     assert ranking_evidence(scores)["doc_id"].to_pylist() == ["a"]

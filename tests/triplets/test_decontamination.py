@@ -39,12 +39,12 @@ def verdict(test: str, train: str, **knobs) -> int:
         ("STRASSE straße Straẞe", "strasse strasse strasse"),
         ("ΟΔΟΣ οδος", "οδοσ οδοσ"),
         ("糖尿\u200d病", "糖尿病"),
-        ("C# & C++ > 5%", "c# & c++ > 5%"),  # or C, C# and C++ would be one
+        ("C# & C++ > 5%", "c# & c++ > 5%"),  # otherwise C, C# and C++ would be equal
         ("?!…", ""),
         (None, ""),
     ],
 )
-def test_normalised(query, normal):
+def test_queries_are_normalised(query, normal):
     assert normalise(pa.array([query], pa.string())).to_pylist() == [normal]
 
 
@@ -89,7 +89,7 @@ def test_trivial_edits_are_near(test, train):
         ("丙肝做哪些检查", "乙肝做哪些检查"),
     ],
 )
-def test_other_questions_in_the_same_words_are_not(test, train):
+def test_other_questions_in_the_same_words_are_clean(test, train):
     assert verdict(test, train, max_distance=20) == CLEAN
 
 
@@ -100,18 +100,18 @@ def test_a_farther_fingerprint_counts_if_a_closer_one_does_not():
 
 @settings(max_examples=60, deadline=None)
 @given(TEXTS, TEXTS, st.integers(0, 20), st.sampled_from([0, 3]))
-def test_search_equals_comparing_every_pair(tests, trains, max_distance, extra):
+def test_the_search_equals_a_comparison_of_every_pair(tests, trains, max_distance, extra):
     tests, trains = pa.array(tests, pa.string()), pa.array(trains, pa.string())
-    found = find_repeats(trains, tests, max_distance=max_distance, extra_letters=extra)
-    known, texts = normalise(tests).to_pylist(), normalise(trains).to_pylist()
-    for text, code, verdict in zip(texts, fingerprints(normalise(trains)), found, strict=True):
-        if text and text in known:
+    verdicts = find_repeats(trains, tests, max_distance=max_distance, extra_letters=extra)
+    test_texts, texts = normalise(tests).to_pylist(), normalise(trains).to_pylist()
+    for text, code, verdict in zip(texts, fingerprints(normalise(trains)), verdicts, strict=True):
+        if text and text in test_texts:
             assert verdict == EXACT
             continue
         distances = np.bitwise_count(fingerprints(normalise(tests)) ^ code).tolist()
         near = any(
             text and other and distance <= max_distance and same_words(text, other, extra=extra)
-            for other, distance in zip(known, distances, strict=True)
+            for other, distance in zip(test_texts, distances, strict=True)
         )
         assert verdict == (NEAR if near else CLEAN)
 
@@ -128,23 +128,23 @@ def test_fingerprints_equal_the_definition(queries):
 
 
 def test_a_fingerprint_does_not_depend_on_its_batch():
-    queries = pa.array([f"query {i} 高血压 {i * i}" for i in range(20_000)])  # more than one pass holds
+    queries = pa.array([f"query {i} 高血压 {i * i}" for i in range(20_000)])  # more than one pass
     texts = normalise(queries)
-    whole = fingerprints(texts)
+    codes = fingerprints(texts)
     some = [0, 16_383, 16_384, 19_999]
-    assert (whole[some] == fingerprints(texts.take(pa.array(some)))).all()
+    assert (codes[some] == fingerprints(texts.take(pa.array(some)))).all()
     chunks = pa.chunked_array([queries.slice(0, 7), queries.slice(7)])
-    assert (fingerprints(normalise(chunks)) == whole).all()
+    assert (fingerprints(normalise(chunks)) == codes).all()
 
 
-def test_numbers_set_queries_apart_and_words_order_does_not():
+def test_fingerprints_depend_on_numbers_but_not_on_word_order():
     codes = fingerprints(normalise(pa.array(["type 1 diabetes", "diabetes, type 1", "type 11 diabetes"])))
     assert codes[0] == codes[1]
     assert (codes[0] ^ codes[2]).item().bit_count() > 15
 
 
 def slow_fingerprint(text: str) -> int:
-    """SimHash as Charikar defines it, one feature and one bit at a time."""
+    """Compute SimHash by Charikar's definition, one feature and one bit at a time."""
     cjk = "[\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u9fff]"
     features = []
     for run in re.findall(rf"{cjk}+", text):
@@ -177,23 +177,23 @@ def mix(key: int) -> int:
 # --- words ---------------------------------------------------------------------------------------------
 
 
-def test_same_words():
+def test_same_words_ignores_order_spaces_and_typing_errors():
     assert same_words("a b", "b a", extra=0)
     assert same_words("coop erate", "cooperate", extra=0)
     assert same_words("asthma of kids", "asthma kids", extra=2)
     assert not same_words("asthma of kids", "asthma kids", extra=1)
-    assert not same_words("asthma kids a", "asthma kids b", extra=9)  # each lacks one of the other's
-    assert not same_words("boys", "toys", extra=9)  # too short for a slip
+    assert not same_words("asthma kids a", "asthma kids b", extra=9)  # each lacks a word of the other
+    assert not same_words("boys", "toys", extra=9)  # too short for a typing error
     assert same_words("asthmatic asthmatic", "asthmatic astmatic", extra=0)
     assert not same_words("hypotension", "hypertension", extra=9)
 
 
 @settings(deadline=None)
 @given(st.text("abc", min_size=5, max_size=8), st.text("abc", min_size=5, max_size=8))
-def test_one_slip_is_one_edit_or_one_swap(one, other):
+def test_a_typing_error_is_one_edit_or_one_swap(one, other):
     swaps = {one[:i] + one[i + 1] + one[i] + one[i + 2 :] for i in range(len(one) - 1)}
     edits = {one[:i] + one[i + 1 :] for i in range(len(one))}
     edits |= {one[:i] + char + one[i:] for i in range(len(one) + 1) for char in "abc"}
     edits |= {one[:i] + char + one[i + 1 :] for i in range(len(one)) for char in "abc"}
-    # A neighbour keeps the word alone from being "run together".
+    # Without another word, texts that differ only in spaces would be equal.
     assert same_words(f"x {one}", f"x {other}", extra=0) == (other in swaps | edits | {one})

@@ -1,4 +1,4 @@
-"""Which ranked documents become negatives; lines of run files go to the parts of their queries."""
+"""The choice of negatives from rankings; lines of run files are scattered to the parts of their queries."""
 
 from functools import partial
 from pathlib import Path
@@ -35,31 +35,31 @@ def triplet_rows(*rows: tuple[str, str, list[str]]) -> pa.Table:
     return pa.Table.from_pylist(full, schema=TRIPLETS)
 
 
-def test_what_scores_nearly_as_the_positive_is_no_negative():
+def test_documents_that_score_like_the_positive_are_left_out():
     config = MineConfig(first_rank=1, last_rank=5, max_score_ratio=0.75)
     assert candidates(RANKING, known={"a"}, positive_score=0.9, config=config) == ["d", "e"]
     assert candidates(RANKING, known={"a"}, positive_score=None, config=config) == ["b", "c", "d", "e"]
     assert candidates(RANKING, known={"a"}, positive_score=-0.1, config=config) == ["b", "c", "d", "e"]
 
 
-def test_rows_that_find_too_few_keep_their_own_and_none_is_lost():
+def test_rows_with_too_few_candidates_keep_old_negatives():
     table = triplet_rows(
         ("q", "a", ["y", "z"]), ("r", "a", ["y", "z"]), ("s", "a", []),
         ("t", "a", ["b"]), ("u", "a", ["z"]), ("v", "a", []), ("w", "a", ["y", "z"]),
     )  # fmt: skip
     config = MineConfig(first_rank=2, last_rank=3, num_negatives=2, max_score_ratio=None)
-    rankings = {"q": RANKING} | dict.fromkeys("tuvw", RANKING[:2])  # b alone is left of the window
+    rankings = {"q": RANKING} | dict.fromkeys("tuvw", RANKING[:2])  # only b is in the window
     fresh, counts = refresh(
         table, rankings, known=positives_by_query(table), positive_scores=[None] * 7, config=config
     )
-    found = {row["query_id"]: row["negatives"] for row in fresh.to_pylist()}
-    assert sorted(found.pop("q")) == ["b", "c"]
-    assert found == {"r": ["y", "z"], "s": [], "t": ["b"], "u": ["b", "z"], "v": ["b"], "w": ["y", "z"]}
+    negatives = {row["query_id"]: row["negatives"] for row in fresh.to_pylist()}
+    assert sorted(negatives.pop("q")) == ["b", "c"]
+    assert negatives == {"r": ["y", "z"], "s": [], "t": ["b"], "u": ["b", "z"], "v": ["b"], "w": ["y", "z"]}
     assert counts == {"mined": 1, "kept": 3, "mixed": 3, "short": 3}
 
 
 @given(st.sets(st.sampled_from("abcde")), st.integers(1, 5), st.integers(0, 3), st.integers(0, 99))
-def test_mined_negatives_lie_in_the_window_and_answer_nothing(known, first, width, seed):
+def test_mined_negatives_are_in_the_window_and_not_positives(known, first, width, seed):
     config = MineConfig(first_rank=first, last_rank=first + width, max_score_ratio=None, seed=seed)
     table = triplet_rows(("q", "p", ["z"]), *(("q", doc, ["z"]) for doc in sorted(known)))
     fresh, counts = refresh(
@@ -82,12 +82,12 @@ QUERY_IDS = np.array(["q0", "q1", "q1", "q2", "q3", "q9", "q4"])  # q9 is in no 
 
 @pytest.fixture
 def triplets(tmp_path) -> Artifact:
-    """Each query in the part that its hash says."""
+    """Write each query to the part of its hash."""
     draft = Draft(str(tmp_path / "triplets"), kind="triplets", config=tiny.Nothing(), parents={})
     part_of = bucket_of(pa.array(QUERY_IDS), PARTS)
     for number in range(PARTS):
-        own = QUERY_IDS[part_of == number]
-        table = pa.table({"query_id": pa.array(own, pa.string()), "positive": ["d1"] * len(own)})
+        query_ids = QUERY_IDS[part_of == number]
+        table = pa.table({"query_id": pa.array(query_ids, pa.string()), "positive": ["d1"] * len(query_ids)})
         draft.write_table(f"triplets/part-{number:05d}.parquet", table)
     return draft.commit(counts={})
 
@@ -108,19 +108,19 @@ def test_a_part_reads_the_lines_of_its_own_queries(triplets, tmp_path, monkeypat
     trec.write_run(str(tmp_path / "second"), {"q1": [("d7", 9.0), ("d8", 8.0)]}, tag="b")
     context = cut(triplets, tmp_path / "work", tmp_path / "first", tmp_path / "second")
     of_first = [("d0", 4.0), ("d1", 3.0), ("d2", 2.0)]
-    seen: list[str] = []
+    all_query_ids: list[str] = []
     for number, name in enumerate(triplets.names("triplets/", ".parquet")):
         table = triplets.table(name)
         query_ids = table["query_id"].to_pylist()
-        rows, found, scores = read_runs(number, table, context)
+        rows, rankings, scores = read_runs(number, table, context)
         assert rows.tolist() == [*range(len(query_ids))]
-        assert found.keys() == {*query_ids} - {"q9"}
-        for query_id in found:  # of a query in both files the last one counts
-            assert found[query_id] == ([("d7", 9.0), ("d8", 8.0)] if query_id == "q1" else of_first)
-        expected = {"q1": 8.0, "q9": None}  # below the end of a run: at most its last score
+        assert rankings.keys() == {*query_ids} - {"q9"}
+        for query_id in rankings:  # if a query is in both files, the last file counts
+            assert rankings[query_id] == ([("d7", 9.0), ("d8", 8.0)] if query_id == "q1" else of_first)
+        expected = {"q1": 8.0, "q9": None}  # not in the run: at most its last score
         assert scores == [expected.get(query_id, 3.0) for query_id in query_ids]
-        seen += query_ids
-    assert sorted(seen) == sorted(QUERY_IDS.tolist())
+        all_query_ids += query_ids
+    assert sorted(all_query_ids) == sorted(QUERY_IDS.tolist())
 
 
 def test_wrong_lines_and_parts_are_refused(triplets, tmp_path):

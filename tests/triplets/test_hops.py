@@ -1,4 +1,4 @@
-"""Triplets of a query's own evidence, the seeded draws behind them, and those that other queries lend it."""
+"""Triplets from the evidence of a query, their seeded draws, and triplets from associated queries."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -32,44 +32,44 @@ DOCS = st.sampled_from("abcdefgh")
 
 
 def settings(**values: object) -> CollectConfig:
-    """Also values that the config refuses together."""
+    """Set values, also those that the config refuses together."""
     return CollectConfig().model_copy(update=values)
 
 
 def clicked(log: Iterable[tuple[str, bool, bool]], *, query: str = "q", **values: object) -> list[Triplet]:
-    """The triplets of a query by rows of a log: a document, whether it was clicked and satisfied."""
+    """Make the triplets of a query from rows of a log: a document, whether it was clicked and satisfied."""
     rows = [(query, doc, int(click), int(satisfied), None) for doc, click, satisfied in log]
     config = settings(sources=("click",), **values)
-    found, _, counts = one_hop_triplets(table_of(EVIDENCE, rows), pa.array([query]), config=config)
+    triplets, _, counts = one_hop_triplets(table_of(EVIDENCE, rows), pa.array([query]), config=config)
     assert counts["ignored_rows"] == 0
-    return [Triplet(row["positive"], row["negatives"]) for row in found.to_pylist()]
+    return [Triplet(row["positive"], row["negatives"]) for row in triplets.to_pylist()]
 
 
 @pytest.mark.parametrize(
     ("log", "values", "triplets"),
     [
-        # The clicked document is the positive, the only other exposure its negative.
+        # The clicked document is the positive, and the only other exposure is its negative.
         ([("a", 0, 0), ("b", 1, 1)], {}, [("b", ["a"])]),
         # A click in another session forbids a negative.
         ([("a", 0, 0), ("b", 1, 1), ("c", 0, 0), ("a", 1, 1)], {}, [("a", ["c"]), ("b", ["c"])]),
         # A rarely clicked document has neither role.
         ([("a", 1, 1), ("a", 1, 1), ("b", 1, 1), ("c", 0, 0)], {"min_clicks": 2}, [("a", ["c"])]),
-        # Nor has one whose click did not satisfy.
+        # A document with a click that is not satisfied has neither role.
         ([("a", 1, 0), ("b", 1, 1), ("c", 0, 0)], {}, [("b", ["c"])]),
-        # Nothing is drawn from outside of the exposures.
+        # Negatives are drawn only from the exposures.
         ([("a", 1, 1)], {}, [("a", [])]),
         ([("a", 0, 0)], {}, []),
         ([], {}, []),
     ],
 )
-def test_triplets_of_clicks(log, values, triplets):
+def test_click_triplets_of_small_logs(log, values, triplets):
     assert clicked(log, num_negatives=3, **values) == [Triplet(*expected) for expected in triplets]
 
 
 def test_the_draw_depends_on_query_and_seed():
     log = [("p", 1, 1), *((f"n{i}", 0, 0) for i in range(40))]
-    drawn = {clicked(log, query=q, seed=s)[0].negatives[0] for q in "abcd" for s in range(4)}
-    assert len(drawn) > 8
+    negatives = {clicked(log, query=q, seed=s)[0].negatives[0] for q in "abcd" for s in range(4)}
+    assert len(negatives) > 8
 
 
 @given(
@@ -78,7 +78,7 @@ def test_the_draw_depends_on_query_and_seed():
     st.integers(1, 3),
     st.randoms(),
 )
-def test_click_triplets_invariants(log, num_negatives, min_clicks, random):
+def test_click_triplets_keep_their_invariants(log, num_negatives, min_clicks, random):
     log = [(doc, click, click and satisfied) for doc, click, satisfied in log]
     values = {"num_negatives": num_negatives, "min_clicks": min_clicks}
     triplets = clicked(log, **values)
@@ -97,16 +97,16 @@ def ranked(doc_ids: Iterable[str]) -> list[tuple[str, float]]:
 @pytest.mark.parametrize(
     ("documents", "values", "triplet"),
     [
-        # The best is the positive, the only rank between K and T its negative.
+        # The best document is the positive, and the only rank between K and T is its negative.
         ("abcde", {"top_k": 3, "top_t": 4}, Triplet("a", ["d"])),
         ("abcde", {"top_k": 3, "top_t": 5, "num_negatives": 2}, Triplet("a", ["d", "e"])),
         ("ab", {"top_k": 2, "top_t": 9}, Triplet("a", [])),
         ("", {"top_k": 1, "top_t": 2}, None),
     ],
 )
-def test_triplets_of_rankings(documents, values, triplet):
-    found = relevance_triplet("q", ranked(documents), settings(**values))
-    assert (found and found._replace(negatives=sorted(found.negatives))) == triplet
+def test_relevance_triplets_of_small_rankings(documents, values, triplet):
+    result = relevance_triplet("q", ranked(documents), settings(**values))
+    assert (result and result._replace(negatives=sorted(result.negatives))) == triplet
     if len(documents) > 4:
         without = relevance_triplet("q", ranked(documents), settings(**values), clicked={"d"})
         assert without == triplet._replace(negatives=[doc for doc in triplet.negatives if doc != "d"])
@@ -119,7 +119,7 @@ def test_triplets_of_rankings(documents, values, triplet):
     st.integers(1, 10),
     st.integers(1, 4),
 )
-def test_relevance_triplet_invariants(ranking, clicked, top_k, width, num_negatives):
+def test_relevance_triplets_keep_their_invariants(ranking, clicked, top_k, width, num_negatives):
     triplet = relevance_triplet(
         "q",
         ranked(ranking),
@@ -137,18 +137,18 @@ def test_relevance_triplet_invariants(ranking, clicked, top_k, width, num_negati
 
 
 def test_draws_are_uniform_over_candidates():
-    drawn = Counter(draw("abcde", 1, seed=0, key=str(i))[0] for i in range(5000))
-    assert all(abs(drawn[doc] - 1000) < 150 for doc in "abcde")  # five standard deviations
+    counts = Counter(draw("abcde", 1, seed=0, key=str(i))[0] for i in range(5000))
+    assert all(abs(counts[doc] - 1000) < 150 for doc in "abcde")  # five standard deviations
 
 
-def test_shares_are_spread_evenly():
+def test_hash_fractions_are_spread_evenly():
     keys = [f"q{i}" for i in range(5000)]
     assert abs(sum(hash_fraction(key, seed=3) < 0.1 for key in keys) - 500) < 110
     assert hash_fraction("q", seed=1) != hash_fraction("q", seed=2)
 
 
 def log(rng: np.random.Generator, rows: int) -> pa.Table:
-    """Evidence of which one query has half of the rows, some of them scored."""
+    """Draw evidence in which one query has half of the rows, and some rows are scored."""
     queries = np.where(rng.random(rows) < 0.5, 0, rng.integers(1, 30, rows))
     scored = rng.random(rows) < 0.3
     clicked = rng.random(rows) < 0.2
@@ -167,23 +167,23 @@ def rows_of(evidence: pa.Table) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("most", [1, 7, 1000])
-def test_evidence_condensed_slice_by_slice_is_that_of_the_whole(most: int):
+def test_evidence_condensed_by_slices_equals_all_at_once(most: int):
     evidence = log(np.random.default_rng(0), 3000)
-    whole = condense(evidence, most=most, seed=5)
+    expected = condense(evidence, most=most, seed=5)
     slices = [condense(evidence.slice(start, 170), most=most, seed=5) for start in range(0, 3000, 170)]
-    assert rows_of(condense(pa.concat_tables(slices), most=most, seed=5)) == rows_of(whole)
-    # The slices of a head query are bounded by what is kept, not by its clicks.
+    assert rows_of(condense(pa.concat_tables(slices), most=most, seed=5)) == rows_of(expected)
+    # The slices of a head query are bounded by the kept rows, not by its clicks.
     heads = [pc.sum(pc.equal(piece["query_id"], "q0")).as_py() for piece in slices]
     assert max(heads) <= 2 * most
 
 
-def test_of_a_crowded_query_the_best_scores_are_kept():
+def test_the_best_scores_of_a_crowded_query_are_kept():
     evidence = log(np.random.default_rng(1), 3000)
-    kept = condense(evidence, most=5, seed=0)
-    head = [row for row in kept.to_pylist() if row["query_id"] == "q0"]
+    condensed = condense(evidence, most=5, seed=0)
+    head = [row for row in condensed.to_pylist() if row["query_id"] == "q0"]
     scores = [row["score"] for row in head if row["score"] is not None]
-    whole = condense(evidence, most=1000, seed=0).to_pylist()
-    every = [row for row in whole if row["query_id"] == "q0"]
+    complete = condense(evidence, most=1000, seed=0).to_pylist()
+    every = [row for row in complete if row["query_id"] == "q0"]
     assert sorted(scores) == sorted(row["score"] for row in every if row["score"] is not None)[-5:]
     shown = [row for row in head if row["clicks"] is not None]
     assert len(shown) == 5
@@ -192,7 +192,7 @@ def test_of_a_crowded_query_the_best_scores_are_kept():
     assert {row["doc_id"] for row in other if row["query_id"] == "q0"} != {row["doc_id"] for row in head}
 
 
-# --- lent by other queries ----------------------------------------------------------------------------------
+# --- from associated queries --------------------------------------------------------------------------------
 
 LOAN = st.tuples(
     st.integers(0, 3),
@@ -205,7 +205,7 @@ LOAN = st.tuples(
 
 
 def slow_borrow(loans: list[tuple], known: dict[tuple[int, str], bool], most: int) -> list[tuple]:
-    """With sets, one query at a time."""
+    """Select multi-hop triplets with sets, one query at a time."""
 
     def drawn(loan: tuple) -> float:
         return hash_fraction(f"borrow {loan[1]} {loan[3]}", seed=5)
@@ -213,12 +213,12 @@ def slow_borrow(loans: list[tuple], known: dict[tuple[int, str], bool], most: in
     sound = [loan for loan in loans if (loan[0], loan[3]) not in known]
     answers = {pair for pair, positive in known.items() if positive} | {(loan[0], loan[3]) for loan in sound}
     usable = [loan for loan in sound if not any((loan[0], negative) in answers for negative in loan[4])]
-    kept: list[tuple] = []
+    selected: list[tuple] = []
     for loan in sorted(usable, key=lambda loan: (loan[0], loan[5], -loan[2], drawn(loan), loan[1])):
-        same = [k for k in kept if (k[0], k[5]) == (loan[0], loan[5])]
+        same = [k for k in selected if (k[0], k[5]) == (loan[0], loan[5])]
         if len(same) < most and loan[3] not in [k[3] for k in same]:
-            kept.append(loan)
-    return kept
+            selected.append(loan)
+    return selected
 
 
 @given(
@@ -227,18 +227,18 @@ def slow_borrow(loans: list[tuple], known: dict[tuple[int, str], bool], most: in
     st.integers(1, 3),
     st.integers(0, 2**16),
 )
-def test_borrowing_equals_its_transcription(loans, known, most, order):
-    found, counts = select_multi_hop(
+def test_multi_hop_selection_equals_a_slow_one(loans, known, most, order):
+    selected, counts = select_multi_hop(
         table_of(MULTI_HOP, Random(order).sample(loans, len(loans))),
         table_of(KNOWN, [(row, doc, positive) for (row, doc), positive in known.items()]),
         limit=most,
         seed=5,
     )
-    assert [tuple(row.values()) for row in found.to_pylist()] == slow_borrow(loans, known, most)
-    assert len(loans) == len(found) + sum(counts.values())  # every loan is kept or counted
+    assert [tuple(row.values()) for row in selected.to_pylist()] == slow_borrow(loans, known, most)
+    assert len(loans) == len(selected) + sum(counts.values())  # every candidate is kept or counted
 
 
-def test_lenders_give_triplets_of_a_source_to_every_borrower():
+def test_triplets_of_an_associate_go_to_every_paired_query():
     triplets = [(5, "b", ["x"], "click"), (2, "a", ["y"], "click"), (5, "c", ["z"], "click")]
     triplets = [(*row, None) for row in [*triplets, (5, "d", ["w"], "relevance")]]
 

@@ -1,4 +1,4 @@
-"""The mine stage on a tiny corpus: a real query tower with random weights, documents near their queries."""
+"""The mine stage on a tiny corpus, with a query tower of random weights and documents near their queries."""
 
 import hashlib
 from pathlib import Path
@@ -20,7 +20,7 @@ from scalingnote.triplets.config import MineConfig
 from scalingnote.triplets.mine import job
 
 DIM = 16
-ONE = Resources(workers=1)  # a second one takes longer to start than there is to do
+ONE = Resources(workers=1)  # a second worker would take longer to start than the work takes
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,17 @@ def parents(tmp_path_factory) -> dict[str, Artifact]:
     dataset = tiny.dataset(str(root / "dataset"))
     triplets = tiny.triplets(str(root / "triplets"), dataset)
     texts = [" ".join(row.values()) for row in tiny.document_rows()]
-    learnt = backbone.train_tokenizer(texts, vocabulary=400)
+    tokenizer_json = backbone.train_tokenizer(texts, vocabulary=400)
     draft = Draft(str(root / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=learnt, seed=0)
-    made.save(Path(draft.path("query")))
+    tower = dual_encoder.build_tower(
+        tiny.query_tower(), role="query", dim=DIM, tokenizer_json=tokenizer_json, seed=0
+    )
+    tower.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
 
     queries = dataset.table("queries")["query"].to_pylist()
     noise = np.random.default_rng(0).normal(size=(len(queries), DIM)).astype(np.float32)
-    near = arrow.l2_normalize(Encoder(made).encode_queries(queries)) + 0.2 * arrow.l2_normalize(noise)
+    near = arrow.l2_normalize(Encoder(tower).encode_queries(queries)) + 0.2 * arrow.l2_normalize(noise)
     draft = Draft(str(root / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents={})
     doc_ids = dataset.table("documents")["doc_id"]
     part = pa.table({"doc_id": doc_ids, "summary": arrow.to_arrow(arrow.l2_normalize(near))})
@@ -50,13 +52,13 @@ def uris(parents: dict[str, Artifact]) -> dict[str, str]:
     return {kind: artifact.uri for kind, artifact in parents.items()}
 
 
-def test_negatives_are_what_the_towers_rank_high(cluster, parents, tmp_path):
+def test_negatives_are_documents_that_the_towers_rank_high(cluster, parents, tmp_path):
     config = MineConfig(resources=ONE, first_rank=3, last_rank=6, max_score_ratio=None)
     mined = job.run(config, **uris(parents), output=str(tmp_path / "a"))
     assert mined.counts["triplets"] == parents["triplets"].counts["triplets"]
     assert mined.manifest.info["simulated_clicks"] is True
 
-    before, after = (found.table("triplets").to_pylist() for found in (parents["triplets"], mined))
+    before, after = (artifact.table("triplets").to_pylist() for artifact in (parents["triplets"], mined))
     embeddings = parents["embeddings"].table("embeddings")
     held_out = set(held_out_documents(parents["dataset"]).to_pylist())
     encoder = Encoder.load(parents["dual_encoder"].directory("query"))
@@ -64,12 +66,12 @@ def test_negatives_are_what_the_towers_rank_high(cluster, parents, tmp_path):
     assert [{**row, "negatives": []} for row in after] == [{**row, "negatives": []} for row in before]
     for row in after:
         scores = matrix @ encoder.encode_queries([row["query"]])[0]
-        ranked = [embeddings["doc_id"][i].as_py() for i in np.argsort(-scores)]
-        window = [doc_id for doc_id in ranked if doc_id not in held_out][2:6]
+        ranking = [embeddings["doc_id"][i].as_py() for i in np.argsort(-scores)]
+        window = [doc_id for doc_id in ranking if doc_id not in held_out][2:6]
         assert set(row["negatives"]) <= {*window} - {row["positive"]}
 
 
-def test_any_run_can_be_mined(parents, tmp_path, monkeypatch):
+def test_any_run_file_can_be_mined(parents, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     rows = parents["triplets"].table("triplets").to_pylist()
     run = {
@@ -85,9 +87,11 @@ def test_any_run_can_be_mined(parents, tmp_path, monkeypatch):
         resources=ONE, runs=(str(tmp_path / "run.trec"),), first_rank=2, last_rank=2, max_score_ratio=0.6
     )
     mined = job.run(config, **uris(parents), output=str(tmp_path / "mined"))
-    # d008 is a test document, so d001 is second; it scores half of what the positive does.
-    found = {row["query_id"]: row["negatives"] for row in mined.table("triplets").to_pylist()}
-    assert {tuple(negatives) for query_id, negatives in found.items() if query_id != "q001"} == {("d001",)}
+    # d008 is a test document, so d001 is second; it has half of the positive's score.
+    negatives_of = {row["query_id"]: row["negatives"] for row in mined.table("triplets").to_pylist()}
+    assert {tuple(negatives) for query_id, negatives in negatives_of.items() if query_id != "q001"} == {
+        ("d001",)
+    }
     assert mined.counts["kept"] == 1  # d001 answers q001
 
 
@@ -103,9 +107,9 @@ def test_a_run_file_with_other_contents_is_refused_before_work(parents, tmp_path
         with pytest.raises(ConfigError, match=rf"mine\.runs have sha256 {right}, not {wrong[0]}"):
             job.run(config.model_copy(update={"runs_sha256": wrong}), **uris(parents), output=str(output))
     assert not output.exists()
-    named = config.model_copy(update={"runs_sha256": (right,)})
-    made = job.run(named, **uris(parents), output=str(output))
-    assert job.run(config, **uris(parents), output=str(output)).digest == made.digest
+    with_checksum = config.model_copy(update={"runs_sha256": (right,)})
+    artifact = job.run(with_checksum, **uris(parents), output=str(output))
+    assert job.run(config, **uris(parents), output=str(output)).digest == artifact.digest
     path.write_text(path.read_text().replace("d001", "d002"))
     with pytest.raises(ArtifactError, match="other settings or inputs"):
         job.run(config, **uris(parents), output=str(output))

@@ -1,4 +1,4 @@
-"""The search of the mine stage, cut in any way, against one search of all documents in memory."""
+"""The search of the mine stage, divided in any way, equals one search of all documents in memory."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -30,16 +30,16 @@ CONFIG = MineConfig(resources=Resources(workers=2), first_rank=2, last_rank=9, m
 
 
 def vectors(texts: Sequence[str]) -> np.ndarray:
-    """Four entries of ±1 for each text: at length 1 they are ±0.5, so scores are exact and many equal."""
-    made = np.zeros((len(texts), DIM), np.float32)
-    for row, text in zip(made, texts, strict=True):
+    """Draw four entries of ±1 per text: at length 1 they are ±0.5, so scores are exact and many are equal."""
+    matrix = np.zeros((len(texts), DIM), np.float32)
+    for row, text in zip(matrix, texts, strict=True):
         random = np.random.default_rng([*text.encode()])
         row[random.permutation(DIM)[:4]] = random.choice([-1, 1], 4)
-    return made
+    return matrix
 
 
 class Tower:
-    """In place of a query tower."""
+    """A substitute for a query tower."""
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
         return vectors(texts)
@@ -54,7 +54,7 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
         str(root / "triplets"), kind="triplets", config=tiny.Nothing(), parents={"dataset": dataset}
     )
     twice = pa.concat_tables([rows, rows]).take(pa.array(np.random.default_rng(0).permutation(2 * len(rows))))
-    # A query's rows are in one part, in any order; a part may have none, and queries of any number.
+    # A query's rows are in one part, in any order; a part may have any number of queries, also none.
     third = np.array([int(query_id[1:]) % 3 for query_id in twice["query_id"].to_pylist()])
     for number, chosen in enumerate((third == 0, third == 9, third == 1, third == 2)):
         draft.write_table(f"triplets/part-{number:05d}.parquet", twice.filter(pa.array(chosen)))
@@ -65,9 +65,9 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
     doc_ids = dataset.table("documents")["doc_id"].to_pylist()
     bounds = [0, PART, PART, 3 * PART, len(doc_ids)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
-        own = pa.array(doc_ids[start:stop], pa.string())
+        ids = pa.array(doc_ids[start:stop], pa.string())
         matrix = arrow.to_arrow(vectors(doc_ids[start:stop]))
-        part = pa.table({"doc_id": own, "summary": matrix})
+        part = pa.table({"doc_id": ids, "summary": matrix})
         draft.write_table(f"embeddings/part-{number:05d}.parquet", part)
     embeddings = draft.commit(counts={"documents": len(doc_ids)})
     return {
@@ -86,7 +86,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard for each part, small pieces and batches, small blocks."""
+    """Set a shard for each part, small pieces and batches, and small blocks."""
     monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
     monkeypatch.setattr(search, "QUERIES_PER_PIECE", 5)
     monkeypatch.setattr(search, "QUERIES_PER_BATCH", 12)
@@ -106,25 +106,27 @@ def files(artifact: Artifact) -> dict[str, str]:
 def in_memory(
     parents: dict[str, Artifact], name: str, *, config: MineConfig, sampled: bool = False
 ) -> pa.Table:
-    """A part mined by one search of all documents."""
+    """Mine a part by one search of all documents."""
     triplets, pool = parents["triplets"].table(name), parents["embeddings"].table("embeddings")
     pool = pool.filter(pc.invert(pc.is_in(pool["doc_id"], value_set=held_out_documents(parents["dataset"]))))
     row_of = {doc_id: row for row, doc_id in enumerate(pool["doc_id"].to_pylist())}
     matrix = arrow.to_numpy(pool["summary"])
-    searched = pool["doc_id"].to_pylist()
+    searched_ids = pool["doc_id"].to_pylist()
     if sampled:
-        share = config.max_documents / len(searched)
-        searched = [doc_id for doc_id in searched if hash_fraction(doc_id, seed=config.seed) < share]
+        share = config.max_documents / len(searched_ids)
+        searched_ids = [doc_id for doc_id in searched_ids if hash_fraction(doc_id, seed=config.seed) < share]
     texts = dict(zip(triplets["query_id"].to_pylist(), triplets["query"].to_pylist(), strict=True))
-    asked = arrow.l2_normalize(vectors(list(texts.values()))) if texts else np.zeros((0, DIM), np.float32)
-    scores, rows = topk.search(asked, matrix[[row_of[doc_id] for doc_id in searched]], k=config.last_rank)
+    queries = arrow.l2_normalize(vectors(list(texts.values()))) if texts else np.zeros((0, DIM), np.float32)
+    scores, rows = topk.search(
+        queries, matrix[[row_of[doc_id] for doc_id in searched_ids]], k=config.last_rank
+    )
     rankings = {
-        query_id: [(searched[row], float(score)) for row, score in zip(best, values, strict=True)]
+        query_id: [(searched_ids[row], float(score)) for row, score in zip(best, values, strict=True)]
         for query_id, best, values in zip(texts, rows, scores, strict=True)
     }
     number = {query_id: row for row, query_id in enumerate(texts)}
     positives = [
-        float(asked[number[query_id]] @ matrix[row_of[doc_id]]) if doc_id in row_of else None
+        float(queries[number[query_id]] @ matrix[row_of[doc_id]]) if doc_id in row_of else None
         for query_id, doc_id in zip(
             triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), strict=True
         )
@@ -134,18 +136,20 @@ def in_memory(
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_shards_and_batches_give_what_one_search_gives(parents, tmp_path, request, deep):
-    config = CONFIG.model_copy(update={"last_rank": 500}) if deep else CONFIG  # more than there are
-    whole = mine(parents, tmp_path / "whole", config)
+def test_shards_and_batches_equal_one_search(parents, tmp_path, request, deep):
+    config = (
+        CONFIG.model_copy(update={"last_rank": 500}) if deep else CONFIG
+    )  # more than the number of documents
+    at_once = mine(parents, tmp_path / "whole", config)
     request.getfixturevalue("cut")
     pieces = mine(parents, tmp_path / "pieces", config)
-    assert files(whole) == files(pieces)
-    assert whole.counts["mined"] > 50
+    assert files(at_once) == files(pieces)
+    assert at_once.counts["mined"] > 50
     for name in parents["triplets"].names("triplets/"):
         assert pieces.table(name).equals(in_memory(parents, name, config=config))
 
 
-def test_of_a_share_of_the_documents_positives_have_scores(parents, cut, tmp_path):
+def test_positives_outside_the_searched_share_have_scores(parents, cut, tmp_path):
     config = CONFIG.model_copy(update={"max_documents": 30, "first_rank": 1})
     mined = mine(parents, tmp_path / "mined", config)
     for name in parents["triplets"].names("triplets/"):
@@ -156,25 +160,25 @@ def test_an_index_finds_the_same_if_all_lists_are_searched(parents, tmp_path, re
     exact = {"max_score_ratio": None, "first_rank": 1, "last_rank": 500}
     config = CONFIG.model_copy(update=exact)
     update = {"search": "index", "nprobe": 100}
-    indexed = mine(parents, tmp_path / "indexed", config.model_copy(update=update))
-    assert files(mine(parents, tmp_path / "exact", config)) == files(indexed)
+    by_index = mine(parents, tmp_path / "indexed", config.model_copy(update=update))
+    assert files(mine(parents, tmp_path / "exact", config)) == files(by_index)
     request.getfixturevalue("cut")
-    assert files(mine(parents, tmp_path / "cut", config.model_copy(update=update))) == files(indexed)
+    assert files(mine(parents, tmp_path / "cut", config.model_copy(update=update))) == files(by_index)
     few = mine(parents, tmp_path / "few", CONFIG.model_copy(update={"search": "index", "nprobe": 1}))
     assert few.counts["mined"] > 50
 
 
-def test_a_run_after_a_kill_repeats_only_what_was_not_done(parents, cut, tmp_path, monkeypatch):
-    whole = mine(parents, tmp_path / "whole")
+def test_a_run_after_a_kill_repeats_only_unfinished_tasks(parents, cut, tmp_path, monkeypatch):
+    uninterrupted = mine(parents, tmp_path / "whole")
     steps = KilledSteps(monkeypatch, "scalingnote.triplets.mine.job")
-    again = steps.finish(lambda: mine(parents, tmp_path / "again"))
-    assert files(again) == files(whole)
+    resumed = steps.finish(lambda: mine(parents, tmp_path / "again"))
+    assert files(resumed) == files(uninterrupted)
     assert steps.killed == {"queries", "encoded", "search", "merge", "mined"}
     assert set(steps.done.values()) == {1}
 
 
 class CountedReads(Artifact):
-    """An artifact that counts what this process reads of it; tasks get a plain one."""
+    """An artifact that records the parts that this process reads; tasks receive a plain one."""
 
     reads: ClassVar[list[str]] = []
 
@@ -196,7 +200,7 @@ def test_the_driver_reads_neither_embeddings_nor_triplets(parents, cut, tmp_path
     monkeypatch.setattr(CountedReads, "reads", [])
     mined = mine(parents, tmp_path / "mined")
     assert mined.counts["mined"] > 50
-    # The driver reads which documents are held out, and nothing of what it searches.
+    # The driver reads which documents are held out, but none of the data of the search.
     assert {name.split("/")[0].removesuffix(".parquet") for name in CountedReads.reads} <= {
         "documents",
         "qrels",
@@ -205,5 +209,5 @@ def test_the_driver_reads_neither_embeddings_nor_triplets(parents, cut, tmp_path
 
 
 def _copied(run: Callable[..., Any], work: Any, items: Sequence[Any], resources: Any = None) -> Any:
-    """Run a copy of the work, as a worker does."""
+    """Run a copy of the work, like a worker."""
     return run(pickle.loads(cloudpickle.dumps(work)), items, resources)

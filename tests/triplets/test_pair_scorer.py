@@ -50,16 +50,16 @@ def one_at_a_time(path: str, max_length: int) -> np.ndarray:
 def test_scores_equal_plain_transformers_one_pair_at_a_time(checkpoint, batch_size, max_length):
     expected = one_at_a_time(checkpoint, max_length)
     assert len(set(expected.round(3))) == 5
-    for activation, twin in (("none", expected), ("sigmoid", 1 / (1 + np.exp(-expected)))):
+    for activation, values in (("none", expected), ("sigmoid", 1 / (1 + np.exp(-expected)))):
         config = CrossEncoderConfig(
             path=checkpoint, batch_size=batch_size, max_length=max_length, activation=activation
         )
         scores = PairScorer(config, device="cpu").score(QUERIES, DOCUMENTS)
         assert scores.dtype == np.float32
-        np.testing.assert_allclose(scores, twin, atol=1e-5)
+        np.testing.assert_allclose(scores, values, atol=1e-5)
 
 
-def test_order_of_arrival_changes_no_bit(checkpoint):
+def test_scores_do_not_depend_on_the_order_of_pairs(checkpoint):
     model = PairScorer(CrossEncoderConfig(path=checkpoint, batch_size=2, max_length=48), device="cpu")
     scores = model.score(QUERIES, DOCUMENTS)
     assert scores[0] == scores[5]  # the same pair
@@ -72,7 +72,7 @@ def test_a_text_may_be_longer_than_the_model_reads(checkpoint):
     assert np.isfinite(model.score(["asthma " * 100], ["lungs " * 100])).all()
 
 
-def test_what_is_no_cross_encoder_of_one_label_is_refused(tmp_path):
+def test_other_models_than_cross_encoders_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     cases = {
         "no/such-model": "cannot load a cross-encoder from 'no/such-model'",
@@ -86,7 +86,7 @@ def test_what_is_no_cross_encoder_of_one_label_is_refused(tmp_path):
             PairScorer(CrossEncoderConfig(path=path), device="cpu")
 
 
-def test_a_missing_library_is_named(monkeypatch):
+def test_the_error_names_a_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match="pip install sentence-transformers"):
         PairScorer(CrossEncoderConfig(path="any"))

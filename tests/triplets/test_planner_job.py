@@ -29,17 +29,19 @@ def test_both_backends_from_one_dataset(cluster, tmp_path, monkeypatch):
     source = tiny.dataset(str(tmp_path / "dataset"), rows_per_part=7)
     monkeypatch.setattr(job, "MAX_WORDS", 50)
     config = Statistics()
-    counted = job.run(config, dataset=source.uri, output=str(tmp_path / "counted"))
+    statistics = job.run(config, dataset=source.uri, output=str(tmp_path / "counted"))
     texts = [" ".join([d["title"], d["topic"], d["content"]]) for d in tiny.document_rows()]
-    held = Counter(word for text in texts for word in set(words(text)))
-    often = sorted(((word, df) for word, df in held.items() if df >= 2), key=lambda row: (-row[1], row[0]))
-    table = counted.table("words.parquet")
-    assert list(zip(table["word"].to_pylist(), table["df"].to_pylist(), strict=True)) == often[:50]
-    assert counted.counts == {
+    frequencies = Counter(word for text in texts for word in set(words(text)))
+    frequent = sorted(
+        ((word, df) for word, df in frequencies.items() if df >= 2), key=lambda row: (-row[1], row[0])
+    )
+    table = statistics.table("words.parquet")
+    assert list(zip(table["word"].to_pylist(), table["df"].to_pylist(), strict=True)) == frequent[:50]
+    assert statistics.counts == {
         "texts": 96,
         "words": 50,
-        "rare_words_left_out": len(held) - len(often),
-        "words_over_max_words": len(often) - 50,
+        "rare_words_left_out": len(frequencies) - len(frequent),
+        "words_over_max_words": len(frequent) - 50,
     }
 
     learned = job.run(LEARNED, dataset=source.uri, output=str(tmp_path / "learned"))
@@ -48,18 +50,18 @@ def test_both_backends_from_one_dataset(cluster, tmp_path, monkeypatch):
     assert learned.manifest.info["validation_mse"] > 0
 
     query = source.table("queries")["query"][0].as_py()
-    for section, artifact in ((config, counted), (LEARNED, learned)):
+    for section, artifact in ((config, statistics), (LEARNED, learned)):
         planner = load(open_artifact(artifact.uri, kind="planner"))
         assert set(planner.importances(query)) == set(words(query))
-        again = job.run(section, dataset=source.uri, output=artifact.uri)
-        assert again.digest == artifact.digest
+        repeated = job.run(section, dataset=source.uri, output=artifact.uri)
+        assert repeated.digest == artifact.digest
     with pytest.raises(ArtifactError, match="choose another output"):
-        job.run(Statistics(corpus="queries"), dataset=source.uri, output=counted.uri)
+        job.run(Statistics(corpus="queries"), dataset=source.uri, output=statistics.uri)
 
 
-def test_of_the_queries_only_those_for_training_are_counted():
-    asked = pa.record_batch({"query": ["fig", "plum", "pear"], "split": ["train", "test", "train"]})
-    assert job._texts(asked, Statistics(corpus="queries")) == ["fig", "pear"]
+def test_only_training_queries_are_counted():
+    queries = pa.record_batch({"query": ["fig", "plum", "pear"], "split": ["train", "test", "train"]})
+    assert job._texts(queries, Statistics(corpus="queries")) == ["fig", "pear"]
     documents = pa.record_batch({"title": ["fig", None], "content": ["ripe", "plum"]})
     assert job._texts(documents, Statistics(fields=("title", "content"))) == ["fig\nripe", "\nplum"]
 
@@ -72,7 +74,7 @@ def dataset(uri, *, documents, queries, qrels):
     return draft.commit(counts={})
 
 
-def learnt_from(source, folder, each=map):
+def make_examples(source, folder, each=map):
     context = ExampleContext(str(folder), 1, LEARNED, source, held_out_documents(source))
     gather_examples(context, each=each)
     return read_examples(context)
@@ -84,26 +86,26 @@ HELD_OUT = {
 }
 
 
-def test_training_sees_no_test_query_nor_its_documents(tmp_path):
+def test_training_uses_no_test_query_and_none_of_its_documents(tmp_path):
     qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 1)]
     source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
-    texts, targets, pairs = learnt_from(source, tmp_path / "work")
+    texts, targets, pairs = make_examples(source, tmp_path / "work")
     assert texts == [["ripe", "pear"]]
     assert [target.tolist() for target in targets] == [[0, 1]]
     assert pairs == 1
 
 
-def test_of_a_query_with_many_positives_only_some_are_read(tmp_path, monkeypatch):
+def test_the_positives_of_a_query_are_capped(tmp_path, monkeypatch):
     documents = [(f"d{number}", "fig", "", "", f"g{number}") for number in range(5)]
     queries = [("q0", "ripe fig", "train"), ("q1", "plum", "train")]
     qrels = [*(("q0", f"d{number}", 1) for number in range(5)), ("q1", "d0", 1)]
     source = dataset(tmp_path / "dataset", documents=documents, queries=queries, qrels=qrels)
-    for most, read in ((1, 2), (3, 4), (20, 6)):
+    for most, pairs in ((1, 2), (3, 4), (20, 6)):
         monkeypatch.setattr(examples, "MAX_QUERY_POSITIVES", most)
-        assert learnt_from(source, tmp_path / str(most))[2] == read
+        assert make_examples(source, tmp_path / str(most))[2] == pairs
 
 
-def test_nothing_to_learn_from(tmp_path, monkeypatch):
+def test_a_dataset_without_positives_is_an_error(tmp_path, monkeypatch):
     without_ray(monkeypatch)
     qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 0)]
     source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
@@ -111,27 +113,27 @@ def test_nothing_to_learn_from(tmp_path, monkeypatch):
         job.run(LEARNED, dataset=source.uri, output=str(tmp_path / "planner"))
 
 
-def test_examples_do_not_depend_on_slices_nor_on_a_kill(tmp_path, monkeypatch):
+def test_examples_do_not_depend_on_slices_or_kills(tmp_path, monkeypatch):
     source = tiny.dataset(str(tmp_path / "dataset"), rows_per_part=7)
     monkeypatch.setattr(examples, "MAX_QUERIES", 30)
     monkeypatch.setattr(examples, "MAX_QUERY_POSITIVES", 1)
-    whole = learnt_from(source, tmp_path / "whole")
+    expected = make_examples(source, tmp_path / "whole")
     monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 10)
-    died = []
+    kills = []
 
-    def dying(work, items):
+    def map_until_kill(work, items):
         for number, result in enumerate(map(work, items)):
             yield result
-            if number == 1 and len(died) < 3:
-                died.append(number)
+            if number == 1 and len(kills) < 3:
+                kills.append(number)
                 raise KeyboardInterrupt
 
-    cut = None
-    while cut is None:
+    sliced = None
+    while sliced is None:
         with contextlib.suppress(KeyboardInterrupt):
-            cut = learnt_from(source, tmp_path / "cut", each=dying)
-    assert len(died) == 3
-    assert 15 < len(whole[0]) < 45
-    assert cut[0] == whole[0]
-    assert cut[2] == whole[2] == len(whole[0])
-    assert [target.tolist() for target in cut[1]] == [target.tolist() for target in whole[1]]
+            sliced = make_examples(source, tmp_path / "cut", each=map_until_kill)
+    assert len(kills) == 3
+    assert 15 < len(expected[0]) < 45
+    assert sliced[0] == expected[0]
+    assert sliced[2] == expected[2] == len(expected[0])
+    assert [target.tolist() for target in sliced[1]] == [target.tolist() for target in expected[1]]

@@ -13,7 +13,7 @@ TINY = Scratch(
     architecture="bert", layers=1, hidden=32, heads=2, intermediate=64, vocabulary=320, max_positions=32
 )
 CONFIG = Learned(backbone=TINY, max_length=32, epochs=12, peak_lr=5e-3, seed=1)
-# A noun matters after "buy" and not after "about": a model that reads words alone cannot tell.
+# A noun is important after "buy" but not after "about": a model of single words cannot distinguish them.
 NOUNS = ["fig", "plum", "pear", "kiwi", "lime", "date"]
 
 
@@ -36,37 +36,37 @@ def trained():
     return model, losses
 
 
-def test_it_learns_which_words_matter_from_their_context(trained):
+def test_importance_depends_on_the_context_of_words(trained):
     model, losses = trained
     assert losses[-1] < losses[0] / 5
     texts, targets = queries(50, seed=1)
-    scores, wanted = model.score(texts), np.concatenate(targets)
+    scores, expected = model.score(texts), np.concatenate(targets)
     assert ((scores >= 0) & (scores <= 1)).all()
-    assert scores[wanted == 1].min() > 0.5 > scores[wanted == 0].max()
-    bought, told = (Planner(model.score).importances(q) for q in ("Buy: lime!", "About: lime!"))
-    assert list(bought) == ["lime", "buy"]
-    assert bought["lime"] > 0.9
-    assert told["lime"] < 0.1
+    assert scores[expected == 1].min() > 0.5 > scores[expected == 0].max()
+    buy, about = (Planner(model.score).importances(q) for q in ("Buy: lime!", "About: lime!"))
+    assert list(buy) == ["lime", "buy"]
+    assert buy["lime"] > 0.9
+    assert about["lime"] < 0.1
 
 
-def test_equal_seeds_give_equal_weights(trained):
+def test_equal_seeds_have_equal_weights(trained):
     texts, targets = queries(300, seed=0)
     torch.manual_seed(99)
     state = torch.get_rng_state()
-    again = build_regressor(CONFIG, texts)
-    assert fit_regressor(again, texts, targets, config=CONFIG) == trained[1]
+    second = build_regressor(CONFIG, texts)
+    assert fit_regressor(second, texts, targets, config=CONFIG) == trained[1]
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in trained[0].state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+        assert torch.equal(second.state_dict()[name], value), name
 
 
-def test_a_batch_scores_as_each_query_alone(trained):
+def test_a_batch_has_the_scores_of_single_queries(trained):
     score = trained[0].score
-    asked = [["buy", "fig", "with", "plum"], [], ["fig", "fig"], ["about", "date", "buy", "pear"]]
-    np.testing.assert_allclose(score(asked), np.concatenate([score([words]) for words in asked]), atol=1e-5)
+    batch = [["buy", "fig", "with", "plum"], [], ["fig", "fig"], ["about", "date", "buy", "pear"]]
+    np.testing.assert_allclose(score(batch), np.concatenate([score([words]) for words in batch]), atol=1e-5)
 
 
-def test_a_saved_planner_scores_as_before(trained, tmp_path):
+def test_a_saved_planner_has_the_same_scores(trained, tmp_path):
     model = trained[0]
     texts, _ = queries(20, seed=2)
     model.save(tmp_path / "encoder")
@@ -76,13 +76,13 @@ def test_a_saved_planner_scores_as_before(trained, tmp_path):
         TermRegressor.load(tmp_path, max_length=8)
 
 
-def test_words_behind_the_tokens_read_score_zero(trained, tmp_path):
+def test_words_after_the_maximum_length_score_zero(trained, tmp_path):
     trained[0].save(tmp_path)
     short = TermRegressor.load(tmp_path, max_length=4)
     first, *_, last = short.score([["buy", "fig", "with", "plum"]]).tolist()
     assert first > 0
     assert last == 0
-    # A word longer than the input is read as far as it goes.
+    # A word that is longer than the input is read up to the maximum length.
     assert short.score([["x" * 500]])[0] > 0
 
 

@@ -1,4 +1,4 @@
-"""Pseudo-queries of a small dataset: distinct, without held-out queries, the same however work is cut."""
+"""Pseudo-queries of a small dataset: distinct, without held-out queries, the same for any slices."""
 
 import re
 from pathlib import Path
@@ -46,7 +46,7 @@ def dataset(tmp_path: Path) -> Artifact:
 
 
 def own_words(count: int) -> list[dict[str, Any]]:
-    """Documents whose words all end with their number."""
+    """Make documents in which all words end with the number of the document."""
     return [{"title": f"t{n}", "content": f"alpha{n} beta{n} gamma{n} delta{n}"} for n in range(count)]
 
 
@@ -72,14 +72,14 @@ def triplets(tmp_path: Path) -> Artifact:
     return draft.commit(counts={"triplets": 2})
 
 
-def texts(found: Artifact) -> dict[str, str]:
-    table = found.table("queries")
-    assert len(set(table["query_id"].to_pylist())) == len(table) == found.counts["queries"]
+def texts(artifact: Artifact) -> dict[str, str]:
+    table = artifact.table("queries")
+    assert len(set(table["query_id"].to_pylist())) == len(table) == artifact.counts["queries"]
     return dict(zip(table["query"].to_pylist(), table["split"].to_pylist(), strict=True))
 
 
 @pytest.mark.parametrize(("rows_per_slice", "rows_per_bucket"), [(100, 100), (1, 3)])
-def test_each_text_occurs_once_and_none_that_is_held_out(
+def test_texts_are_distinct_and_no_held_out_query_is_among_them(
     rows_per_slice: int,
     rows_per_bucket: int,
     dataset: Artifact,
@@ -89,8 +89,8 @@ def test_each_text_occurs_once_and_none_that_is_held_out(
 ):
     monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", rows_per_slice)
     monkeypatch.setattr(job, "MAX_BUCKET_TEXTS", rows_per_bucket)
-    found = job.run(ONE_EACH, dataset=dataset.uri, triplets=triplets.uri, output=str(tmp_path / "out"))
-    assert texts(found) == dict.fromkeys(
+    artifact = job.run(ONE_EACH, dataset=dataset.uri, triplets=triplets.uri, output=str(tmp_path / "out"))
+    assert texts(artifact) == dict.fromkeys(
         (
             "Joining tensors",
             "Joins tensors along a dimension.",
@@ -100,68 +100,70 @@ def test_each_text_occurs_once_and_none_that_is_held_out(
         ),
         "train",
     )
-    assert found.counts["held_out"] == 2
+    assert artifact.counts["held_out"] == 2
 
 
-def test_equal_seeds_draw_equal_texts_of_kinds_by_their_shares(dataset: Artifact, tmp_path: Path):
+def test_equal_seeds_draw_equal_texts_by_shares_of_kinds(dataset: Artifact, tmp_path: Path):
     config = PseudoQueriesConfig(count=200, mix={"window": 3, "question": 1})
-    first, again, other = (
+    first, repeated, other = (
         job.run(config.model_copy(update={"seed": seed}), dataset=dataset.uri, output=str(tmp_path / name))
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     )
-    assert texts(first) == texts(again) != texts(other)
-    assert 60 < first.counts["drawn"] <= 200  # of equal ones in a slice, one
+    assert texts(first) == texts(repeated) != texts(other)
+    assert 60 < first.counts["drawn"] <= 200  # equal texts in a slice count once
     questions = [text for text in texts(first) if text.split()[0] in ("what", "how", "can", "is", "does")]
     assert 0 < len(questions) < len(texts(first)) / 2
     assert all(len(text.split()) <= 24 for text in texts(first))
 
 
-def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path):
+def test_all_texts_of_a_document_are_in_one_split(tmp_path: Path):
     config = PseudoQueriesConfig(count=400, mix={"window": 1}, validation_share=0.2)
     dataset = make(tmp_path / "data", own_words(40))
-    found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
+    artifact = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
     by_document: dict[str, set[str]] = {}
-    for text, split in texts(found).items():
+    for text, split in texts(artifact).items():
         by_document.setdefault(text.split()[0].lstrip("abcdeghlmpt"), set()).add(split)
     assert all(len(splits) == 1 for splits in by_document.values())
-    assert 0 < found.counts["validation"] < found.counts["queries"] / 2
+    assert 0 < artifact.counts["validation"] < artifact.counts["queries"] / 2
 
 
-def test_a_chinese_document_gives_chinese_questions():
+def test_questions_of_a_chinese_document_are_chinese():
     title = "喀山红宝石足球俱乐部"
     content = "球队在随后的赛季中未能再有出彩表现。历史上曾两次夺得联赛冠军，主场位于喀山。"
 
-    def drawn(kind: TextKind, title: str = title, content: str = content) -> list[str]:
+    def draw_texts(kind: TextKind, title: str = title, content: str = content) -> list[str]:
         config = PseudoQueriesConfig(mix={kind: 1})
         return [*sampling.draw(0, title, content, config, per_document=100.0)]
 
     templates = [re.escape(line).replace(r"\{\}", ".+") for line in sampling.CHINESE_TEMPLATES]
     question = re.compile(f"({'|'.join(templates)})？?")
-    assert all(map(question.fullmatch, drawn("question")))
-    words = [word for text in drawn("keywords") for word in text.split()]
+    assert all(map(question.fullmatch, draw_texts("question")))
+    words = [word for text in draw_texts("keywords") for word in text.split()]
     assert all(len(word) == 2 and word in title + content for word in words)
-    lengths = [len(text) for text in drawn("window")]
+    lengths = [len(text) for text in draw_texts("window")]
     assert 16 < max(lengths) <= 2 * 16
-    found = drawn("question", "Z 142", "兹林Z 142是一款飞机。")
+    questions = draw_texts("question", "Z 142", "兹林Z 142是一款飞机。")
     english = "|".join(re.escape(line).replace(r"\{\}", ".+") for line in sampling.ENGLISH_TEMPLATES)
-    assert any(re.fullmatch(rf"({english})\??", text, re.IGNORECASE) for text in found)  # of the title alone
-    assert not any(re.fullmatch(rf"({english})\??", text, re.IGNORECASE) and "飞" in text for text in found)
+    assert any(re.fullmatch(rf"({english})\??", text, re.IGNORECASE) for text in questions)  # of the title
+    assert not any(
+        re.fullmatch(rf"({english})\??", text, re.IGNORECASE) and "飞" in text for text in questions
+    )
 
 
-def test_real_queries_join_and_win_over_equal_texts(dataset: Artifact, tmp_path: Path):
+def test_real_queries_are_added_and_replace_equal_texts(dataset: Artifact, tmp_path: Path):
     log = tmp_path / "log.txt"
     log.write_bytes(b"\xef\xbb\xbfJOINING tensors\nhow do i split?\n\xff\xfe broken\n\nnew one\n")
     config = ONE_EACH.model_copy(update={"train_queries": None, "query_log": str(log)})
-    found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
-    assert {"JOINING tensors", "new one", "Concatenate", "What is a stride"} <= texts(found).keys()
-    assert "Joining tensors" not in texts(found)
-    assert "how do i split?" not in texts(found)
-    assert (found.counts["real"], found.counts["unreadable"]) == (5, 2)
+    artifact = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
+    assert {"JOINING tensors", "new one", "Concatenate", "What is a stride"} <= texts(artifact).keys()
+    assert "Joining tensors" not in texts(artifact)
+    assert "how do i split?" not in texts(artifact)
+    assert (artifact.counts["real"], artifact.counts["unreadable"]) == (5, 2)
     few = ONE_EACH.model_copy(update={"train_queries": 1})
     assert job.run(few, dataset=dataset.uri, output=str(tmp_path / "few")).counts["real"] == 1
 
 
-def test_a_log_in_parquet_and_one_that_is_not_there(dataset: Artifact, tmp_path: Path):
+def test_logs_in_several_formats_and_a_missing_log(dataset: Artifact, tmp_path: Path):
     pq.write_table(pa.table({"query": ["from parquet", None]}), tmp_path / "log.parquet")
     (tmp_path / "queries.jsonl").write_text('{"_id": "q1", "text": "from BEIR \\ud83d"}\n')
     (tmp_path / "other.jsonl").write_text('{"q": "of an unknown name"}\n')
@@ -204,10 +206,10 @@ def test_a_published_model_with_pseudo_queries_has_no_triplets():
 
 
 def test_a_small_collection_holds_out_a_document(tmp_path: Path):
-    """At 2 % of six documents none would be, and the student could not be compared with its teacher."""
+    """With 2 % of six documents there would be none, and a student could not be compared with its teacher."""
     config = PseudoQueriesConfig(count=60, mix={"window": 1})
     for number, held_out in ((6, True), (1, False)):
         dataset = make(tmp_path / f"{number}", own_words(number))
-        found = job.run(config, dataset=dataset.uri, output=str(tmp_path / f"out-{number}"))
-        assert (found.counts["validation"] > 0) is held_out
-        assert found.counts["queries"] > found.counts["validation"]
+        artifact = job.run(config, dataset=dataset.uri, output=str(tmp_path / f"out-{number}"))
+        assert (artifact.counts["validation"] > 0) is held_out
+        assert artifact.counts["queries"] > artifact.counts["validation"]

@@ -28,7 +28,7 @@ QUERIES = pa.table({"query_id": [f"q{i}" for i in range(len(TEXTS))], "query": T
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """BART's architecture with random weights, large enough that what it writes depends on what it reads."""
+    """Save BART's architecture with random weights, large enough that its output depends on its input."""
     folder = tmp_path_factory.mktemp("bart")
     tokens = save_tokenizer(folder, mask_token="[MASK]", bos_token="[CLS]")
     config = BartConfig(
@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = BartForConditionalGeneration(config)
-    # What bart-base brings along, and what must not get in the way of our own settings.
+    # Settings of bart-base, which must not change the effect of our settings.
     model.generation_config.update(num_beams=4, early_stopping=True, no_repeat_ngram_size=3, max_length=20)
     model.save_pretrained(folder)
     return str(folder)
@@ -73,7 +73,7 @@ def generator(checkpoint, **knobs) -> QueryGenerator:
     return QueryGenerator(QueryGenerationConfig(path=checkpoint, **knobs), device="cpu")
 
 
-def test_no_noise_and_no_mask_is_plain_generation(checkpoint):
+def test_generation_without_noise_and_masks_is_plain(checkpoint):
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     plain = []
@@ -88,36 +88,36 @@ def test_no_noise_and_no_mask_is_plain_generation(checkpoint):
             max_new_tokens=23,
         )
         plain.append(" ".join(tokenizer.decode(ids[0], skip_special_tokens=True).split()))
-    assert len(set(plain)) > 1  # or the model does not listen to its encoder
+    assert len(set(plain)) > 1  # otherwise the output does not depend on the encoder
 
-    made, counts = generator(checkpoint, sigmas=(0.0,), mask_fraction=0.0)(QUERIES)
-    assert made.schema == GENERATED
-    assert made["query"].to_pylist() == plain
-    assert made["query_id"].to_pylist() == ["q0~0", "q1~0", "q2~0", "q3~0", "q4~0"]
+    generated, counts = generator(checkpoint, sigmas=(0.0,), mask_fraction=0.0)(QUERIES)
+    assert generated.schema == GENERATED
+    assert generated["query"].to_pylist() == plain
+    assert generated["query_id"].to_pylist() == ["q0~0", "q1~0", "q2~0", "q3~0", "q4~0"]
     assert counts == {"generated": 5, "dropped_same": 0, "dropped_empty": 0}
 
 
-def test_noise_and_masks_belong_to_query_and_sigma(checkpoint, monkeypatch):
+def test_noise_and_masks_depend_only_on_query_and_sigma(checkpoint, monkeypatch):
     knobs = {"sigmas": (1.0, 2.0), "mask_fraction": 0.3}
-    made = generator(checkpoint, **knobs)(QUERIES)[0].to_pylist()
+    generated = generator(checkpoint, **knobs)(QUERIES)[0].to_pylist()
     monkeypatch.setattr(transformer_models, "GENERATED_BATCH_QUERIES", 1)
-    assert generator(checkpoint, **knobs)(QUERIES)[0].to_pylist() == made
+    assert generator(checkpoint, **knobs)(QUERIES)[0].to_pylist() == generated
 
     def by_id(rows):
         return sorted(rows, key=lambda row: row["query_id"])
 
     backwards = QUERIES.take(pa.array(range(len(TEXTS)))[::-1])
-    assert by_id(generator(checkpoint, **knobs)(backwards)[0].to_pylist()) == by_id(made)
+    assert by_id(generator(checkpoint, **knobs)(backwards)[0].to_pylist()) == by_id(generated)
     halves = [generator(checkpoint, **knobs)(part)[0] for part in (QUERIES.slice(0, 2), QUERIES.slice(2))]
-    assert pa.concat_tables(halves).to_pylist() == made
-    assert generator(checkpoint, **knobs, seed=1)(QUERIES)[0].to_pylist() != made
-    # Another list of sigmas does not change what one of them gives.
-    alone = generator(checkpoint, sigmas=(2.0,), mask_fraction=0.3)(QUERIES)[0]
-    again = {row["source_query_id"]: row["query"] for row in alone.to_pylist()}
-    assert all(again[row["source_query_id"]] == row["query"] for row in made if row["sigma"] == 2.0)
+    assert pa.concat_tables(halves).to_pylist() == generated
+    assert generator(checkpoint, **knobs, seed=1)(QUERIES)[0].to_pylist() != generated
+    # Another list of sigmas does not change the queries of one of them.
+    single = generator(checkpoint, sigmas=(2.0,), mask_fraction=0.3)(QUERIES)[0]
+    query_of = {row["source_query_id"]: row["query"] for row in single.to_pylist()}
+    assert all(query_of[row["source_query_id"]] == row["query"] for row in generated if row["sigma"] == 2.0)
 
 
-def test_masked_share_of_tokens(checkpoint):
+def test_the_share_of_masked_tokens_is_as_configured(checkpoint):
     model = generator(checkpoint, sigmas=(0.0,), mask_fraction=0.3)
     long = pa.table(
         {"query_id": [str(i) for i in range(200)], "query": ["what causes anemia in children"] * 200}
@@ -130,17 +130,22 @@ def test_masked_share_of_tokens(checkpoint):
     assert len({tuple(row) for row in inner.tolist()}) > 5
 
 
-def test_texts_that_say_nothing_new_are_dropped(checkpoint, monkeypatch):
+def test_empty_and_repeated_texts_are_dropped(checkpoint, monkeypatch):
     texts = ["What is  ASTHMA?", "new", "?!", "New!", "other", "newer"]
 
-    def written(self, drafts):
+    def generate(self, drafts):
         return [texts[2 * draft.source + draft.number] for draft in drafts]
 
-    monkeypatch.setattr(QueryGenerator, "_generate", written)
-    made, counts = generator(checkpoint)(QUERIES.slice(0, 3))
-    assert made.to_pylist() == [
+    monkeypatch.setattr(QueryGenerator, "_generate", generate)
+    generated, counts = generator(checkpoint)(QUERIES.slice(0, 3))
+    assert generated.to_pylist() == [
         {"query_id": "q0~1", "query": "new", "source_query_id": "q0", "sigma": 0.2},
-        {"query_id": "q1~1", "query": "New!", "source_query_id": "q1", "sigma": 0.2},  # another source's
+        {
+            "query_id": "q1~1",
+            "query": "New!",
+            "source_query_id": "q1",
+            "sigma": 0.2,
+        },  # equal to a text of another source
         {"query_id": "q2~0", "query": "other", "source_query_id": "q2", "sigma": 0.1},
         {"query_id": "q2~1", "query": "newer", "source_query_id": "q2", "sigma": 0.2},
     ]
@@ -148,16 +153,16 @@ def test_texts_that_say_nothing_new_are_dropped(checkpoint, monkeypatch):
 
     texts[3] = "NEW"
     texts[2] = "new"  # twice from one source
-    made, counts = generator(checkpoint)(QUERIES.slice(0, 2))
-    assert made["query_id"].to_pylist() == ["q0~1", "q1~0"]
+    generated, counts = generator(checkpoint)(QUERIES.slice(0, 2))
+    assert generated["query_id"].to_pylist() == ["q0~1", "q1~0"]
     assert counts == {"generated": 4, "dropped_same": 2, "dropped_empty": 0}
 
 
-def test_empty_and_overlong_queries(checkpoint):
+def test_empty_and_overlong_queries_are_read(checkpoint):
     odd = pa.table({"query_id": ["a", "b", "c"], "query": pa.array(["", None, "asthma " * 99], pa.string())})
     assert generator(checkpoint)(odd)[1]["generated"] == 6  # the model reads 24 tokens
-    made, counts = generator(checkpoint)(QUERIES.slice(0, 0))
-    assert (made.schema, len(made), counts["generated"]) == (GENERATED, 0, 0)
+    generated, counts = generator(checkpoint)(QUERIES.slice(0, 0))
+    assert (generated.schema, len(generated), counts["generated"]) == (GENERATED, 0, 0)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------
@@ -188,8 +193,10 @@ def test_t5_masks_with_its_sentinels_in_order(tmp_path):
     assert model(QUERIES)[1]["generated"] == len(TEXTS)
     numbers = model._tokenizer.convert_tokens_to_ids(sentinels)
     for draft in model._drafts(QUERIES):
-        used = [id for id in draft.ids if id in numbers]
-        assert used == (numbers + numbers[-1:] * len(used))[: len(used)]  # the last one serves all the rest
+        masks = [id for id in draft.ids if id in numbers]
+        assert (
+            masks == (numbers + numbers[-1:] * len(masks))[: len(masks)]
+        )  # the last one is used for all others
 
 
 def test_checkpoints_that_cannot_generate_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""The bm25 stage: sparse vectors of documents, and what encodes queries for them.
+"""The bm25 stage: sparse vectors of documents, and the encoder of queries for them.
 
     documents ─sample─► language
         ├─────── count ───► document frequencies ─► vocabulary of the most frequent words
@@ -40,7 +40,7 @@ from scalingnote.storage.schema import DOCUMENT_COLUMNS, TEXT_COLUMNS
 from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, named_parts, run_slices, slices
 
 log = get_logger("bm25")
-MAX_VOCABULARY = 1_000_000  # the most frequent words: each takes 100 bytes of every query encoder
+MAX_VOCABULARY = 1_000_000  # most frequent words: each takes 100 bytes in every query encoder
 MAX_QUERY_TERMS = 512  # of a query; later ones are ignored
 
 
@@ -48,7 +48,7 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
     """Build the artifact `bm25_terms` of a dataset.
 
     Its table `terms` has the parts, documents and order of the dataset's documents: doc_id, terms, impacts.
-    ``sparse_query/`` is what :class:`SparseQuery` reads.
+    :class:`SparseQuery` reads ``sparse_query/``.
 
     Args:
         config: BM25's constants, and the language.
@@ -64,7 +64,7 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
         return draft.existing()
     work = slices(source, "documents")
     language = language_of(source, config.language, section="bm25")
-    found = count_frequencies(
+    frequencies = count_frequencies(
         work,
         partial(read_words, dataset=source, language=language),
         texts=source.counts["documents"],
@@ -73,28 +73,28 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
         each=cluster.map_tasks,
         section="bm25",
     )
-    if not found.length:
-        raise DataError(f"{source.uri}: none of {found.texts:,} documents has a word to index")
+    if not frequencies.length:
+        raise DataError(f"{source.uri}: none of {frequencies.texts:,} documents has a word to index")
     do = partial(run_slices, folder=draft.work(), each=cluster.map_tasks, section="bm25", unit="tasks")
     write = partial(_write_vocabulary, config=config, language=language, output=draft.uri)
-    (vocabulary,) = do("vocabulary", write, [found.words])
-    collection = {"documents": found.texts, "length": found.length, "language": language}
+    (vocabulary,) = do("vocabulary", write, [frequencies.words])
+    collection = {"documents": frequencies.texts, "length": frequencies.length, "language": language}
     draft.write_json(COLLECTION, collection)
     weigh = partial(weigh_documents, dataset=source, config=config, output=draft.uri, collection=collection)
-    weighed = do("weight", weigh, work)
-    for record in [vocabulary, *weighed]:
+    records = do("weight", weigh, work)
+    for record in [vocabulary, *records]:
         for name, part in named_parts(record["files"]):
             draft.register(name, part)
     counts = {
-        "documents": found.texts,
-        "words": found.distinct,
+        "documents": frequencies.texts,
+        "words": frequencies.distinct,
         "vocabulary": vocabulary["words"],
-        "entries": sum(record["entries"] for record in weighed),
+        "entries": sum(record["entries"] for record in records),
     }
     log.info(
         "%s documents of %.1f words; %s different words, %s kept",
         f"{counts['documents']:,}",
-        found.length / found.texts,
+        frequencies.length / frequencies.texts,
         f"{counts['words']:,}",
         f"{counts['vocabulary']:,}",
     )
@@ -102,7 +102,7 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
 
 
 def read_words(parts: Sequence[str], *, dataset: Artifact, language: Language) -> Iterator[list[str]]:
-    """The words of every document of some parts."""
+    """Yield the words of each document of some parts."""
     for part in parts:
         for text in document_texts(dataset.table(part, TEXT_COLUMNS)):
             yield terms(text, language)
@@ -111,7 +111,7 @@ def read_words(parts: Sequence[str], *, dataset: Artifact, language: Language) -
 def _write_vocabulary(
     item: tuple[int, str], *, config: BM25Config, language: Language, output: str
 ) -> JsonRecord:
-    """Write the vocabulary and what encodes queries by it."""
+    """Write the vocabulary and the query encoder for it."""
     words = read_table(item[1])
     files = [(VOCABULARY, vars(write_table(fs.join(output, VOCABULARY), words)))]
     vocabulary = {word: number for number, word in enumerate(words["word"].to_pylist())}
@@ -127,7 +127,7 @@ def _write_vocabulary(
     with tempfile.TemporaryDirectory() as local:
         query.save(Path(local))
         for path in sorted(Path(local).iterdir()):
-            name = f"sparse_query/{path.name}"  # as in a dual encoder with a sparse head
+            name = f"sparse_query/{path.name}"  # the same as in a dual encoder with a sparse head
             files.append((name, vars(write_file(fs.join(output, name), path.read_bytes()))))
     return {"files": files, "words": len(words)}
 

@@ -7,12 +7,12 @@
 The inner product of impacts and the counts of a query's words is the BM25 score. The factor k1 + 1 of the
 original formula is left out, as in Lucene: it changes no ranking.
 
-    texts ─► shard: of each word the rows and impacts of its documents ─search─► its best documents
+    texts ─► shard: for each word the rows and impacts of its documents ─search─► its best documents
 
-Each shard is searched alone, by the word frequencies of the whole corpus. Impacts are added in float32 and in
-the order of a query's words, so a score depends neither on the shards nor on other documents: they are those
-of bm25s over all texts (:mod:`scalingnote.core.bm25`), bit for bit. The loop is compiled by numba: numpy
-takes ten times as long, and the hybrid index's own (index/sparse.py) has float16.
+Each shard is searched separately, with the word frequencies of the entire corpus. Impacts are added in
+float32 and in the order of a query's words, so a score does not depend on the shards or on other documents.
+Scores equal those of bm25s over all texts (:mod:`scalingnote.core.bm25`), bit for bit. The loop is compiled
+by numba: numpy takes ten times as long, and the loop of the hybrid index (index/sparse.py) uses float16.
 """
 
 from array import array
@@ -40,7 +40,7 @@ _BATCH_TEXTS = 4096
 
 
 class BM25Weights:
-    """Weights words by the statistics of a collection. Thread-safe."""
+    """Weights of words by the statistics of a collection. Thread-safe."""
 
     def __init__(
         self,
@@ -71,40 +71,40 @@ class BM25Weights:
 
     @classmethod
     def of(cls, bm25_terms: Artifact) -> "BM25Weights":
-        """The weights of an artifact of the bm25 stage, for further documents."""
+        """Load the weights of an artifact of the bm25 stage, for further documents."""
         constants = {name: bm25_terms.manifest.config[name] for name in ("k1", "b")}
         return cls(bm25_terms.table(VOCABULARY), **bm25_terms.read_json(COLLECTION), **constants)
 
     def columns(self, texts: Sequence[str]) -> pa.Table:
-        """Terms and impacts of texts, in the schema SPARSE; terms ascend in each row.
+        """Compute terms and impacts of texts, in the schema SPARSE; terms ascend in each row.
 
         Words outside the vocabulary, and impacts that float16 rounds to 0, are left out.
         """
         tables = [SPARSE.empty_table()]
-        for found in self.saturations(texts):
-            impacts = (self.idf[found.indices] * found.data).astype(np.float16)
-            kept = impacts > 0
-            offsets = np.concatenate([[0], kept.cumsum()])[found.indptr].astype(np.int32)
-            values = (pa.array(found.indices[kept].astype(np.int32)), pa.array(impacts[kept]))
+        for batch in self.saturations(texts):
+            impacts = (self.idf[batch.indices] * batch.data).astype(np.float16)
+            positive = impacts > 0
+            offsets = np.concatenate([[0], positive.cumsum()])[batch.indptr].astype(np.int32)
+            values = (pa.array(batch.indices[positive].astype(np.int32)), pa.array(impacts[positive]))
             lists = [pa.ListArray.from_arrays(offsets, column) for column in values]
             tables.append(pa.table(lists, schema=SPARSE))
         return pa.concat_tables(tables).combine_chunks()
 
     def saturations(self, texts: Sequence[str]) -> Iterator[csr_array]:
-        """The saturation of each word of the vocabulary in each text, for some thousand texts at a time."""
+        """Yield the saturation of each word of the vocabulary in each text, by batches of texts."""
         for start in range(0, len(texts), _BATCH_TEXTS):
             yield self._saturations(texts[start : start + _BATCH_TEXTS])
 
     def _saturations(self, texts: Sequence[str]) -> csr_array:
-        number_of, lengths, known = self._number_of.get, [], []
+        number_of, lengths, word_counts = self._number_of.get, [], []
         numbers = array("q")
         for text in texts:
             words = terms(text, self.language)
             before = len(numbers)
             numbers.extend([number for word in words if (number := number_of(word)) is not None])
             lengths.append(len(words))
-            known.append(len(numbers) - before)
-        rows = np.repeat(np.arange(len(texts), dtype=np.int64), known)
+            word_counts.append(len(numbers) - before)
+        rows = np.repeat(np.arange(len(texts), dtype=np.int64), word_counts)
         entries = rows * len(self.idf) + np.frombuffer(numbers, np.int64)
         distinct, counts = np.unique(entries, return_counts=True)
         rows, words_of = np.divmod(distinct, len(self.idf))
@@ -115,15 +115,15 @@ class BM25Weights:
 
 
 def read_columns(artifact: Artifact, part: str, doc_ids: pa.ChunkedArray) -> pa.Table:
-    """Terms and impacts of documents of one part, in the schema SPARSE and the order of `doc_ids`.
+    """Read terms and impacts of documents of one part, in the schema SPARSE and the order of `doc_ids`.
 
     Args:
         artifact: of kind `bm25_terms`.
-        part: name of the part without its folder, the same as that of the documents.
+        part: name of the part without its folder, the same as the name of the part of documents.
         doc_ids: documents of this part.
 
     Raises:
-        ArtifactError: a document is not in the part, so the artifacts were built from different datasets.
+        ArtifactError: a document is not in the part: the artifacts were built from different datasets.
     """
     missing = f"terms in {artifact.uri}: it was built from another dataset"
     table = take_documents(artifact.table(f"terms/{part}"), doc_ids, missing=missing)
@@ -142,18 +142,18 @@ SHARD = pa.schema(
 
 
 def build_shard(texts: Sequence[str], weights: BM25Weights) -> pa.Table:
-    """The inverted lists of texts, in the schema SHARD.
+    """Build the inverted lists of texts, in the schema SHARD.
 
     Args:
-        texts: row i of every answer is ``texts[i]``; some 100,000, whose scores fit a core's cache.
-        weights: of the whole corpus.
+        texts: row i of every answer is ``texts[i]``; about 100,000, so that their scores fit a core's cache.
+        weights: of the entire corpus.
     """
-    # As bm25s computes impacts: the inverse document frequency is rounded before, the product after.
+    # Rounded like in bm25s: the inverse document frequency before the product, and then the product.
     idf = weights.idf.astype(np.float32)
     pieces = [csr_array((0, len(idf)), dtype=np.float32)]
-    for found in weights.saturations(texts):
-        impacts = (idf[found.indices] * found.data).astype(np.float32)
-        pieces.append(csr_array((impacts, found.indices, found.indptr), shape=found.shape))
+    for batch in weights.saturations(texts):
+        impacts = (idf[batch.indices] * batch.data).astype(np.float32)
+        pieces.append(csr_array((impacts, batch.indices, batch.indptr), shape=batch.shape))
     by_word = vstack(pieces, format="csr").tocsc()
     present = np.flatnonzero(np.diff(by_word.indptr))
     offsets = np.append(by_word.indptr[present], by_word.indptr[-1]).astype(np.int64)
@@ -165,11 +165,11 @@ def build_shard(texts: Sequence[str], weights: BM25Weights) -> pa.Table:
 def search(
     shards: Iterable[tuple[int, pa.Table]], queries: Sequence[str], k: int, *, language: Language = "none"
 ) -> tuple[Int64[ndarray, "queries k"], Float32[ndarray, "queries k"]]:
-    """Rows and scores of each query's `k` best texts, best first, equal ones by row; -1 and -inf for none.
+    """Find rows and scores of each query's `k` best texts, best first, ties by row; -1 and -inf for none.
 
     Args:
-        shards: tables SHARD, each with the number of its first row, ascending. One is held at a time, and its
-            lists are read where they are needed, which may be a memory map.
+        shards: tables SHARD, each with the number of its first row, ascending. One is held at a time, and
+            only the necessary lists are read; the table may be a memory map.
         queries: texts.
         k: rows per query.
         language: that of the shards' words.
@@ -181,7 +181,7 @@ def search(
     for first, shard in shards:
         documents, impacts = (shard[name].combine_chunks() for name in ("rows", "impacts"))
         offsets = documents.offsets.to_numpy()
-        # A word that the shard lacks gets the empty list behind the last one.
+        # A word that the shard lacks has the empty list after the last one.
         lists = pc.fill_null(pc.index_in(flat, shard["word"].combine_chunks()), len(shard)).to_numpy()
         values = documents.values.to_numpy()
         totals = np.zeros(int(values.max(initial=-1)) + 1, np.float32)
@@ -199,17 +199,17 @@ def _search(bounds, lists, offsets, documents, impacts, totals, first, rows, sco
         for word in words:
             for entry in range(offsets[word], offsets[word + 1]):
                 totals[documents[entry]] += impacts[entry]
-        kept = 0
-        while kept < k and rows[q, kept] >= 0:
-            kept += 1
+        hits = 0
+        while hits < k and rows[q, hits] >= 0:
+            hits += 1
         for word in words:
             for entry in range(offsets[word], offsets[word + 1]):
                 score, row = totals[documents[entry]], first + documents[entry]
-                totals[documents[entry]] = 0  # for the next query; further words of this one skip the row
-                if score == 0 or (kept == k and _behind(score, row, scores[q, k - 1], rows[q, k - 1])):
+                totals[documents[entry]] = 0  # for the next query; further words of this query skip the row
+                if score == 0 or (hits == k and _behind(score, row, scores[q, k - 1], rows[q, k - 1])):
                     continue
-                place = min(kept, k - 1)
-                kept = place + 1
+                place = min(hits, k - 1)
+                hits = place + 1
                 while place > 0 and _behind(scores[q, place - 1], rows[q, place - 1], score, row):
                     scores[q, place], rows[q, place] = scores[q, place - 1], rows[q, place - 1]
                     place -= 1

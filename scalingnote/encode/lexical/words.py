@@ -1,9 +1,9 @@
-"""The words of a corpus: the language that decides what they are, and in how many texts each occurs.
+"""The words of a corpus: their language, and the number of texts that each occurs in.
 
     texts ─count─► words by bucket ─merge─► the frequent words of a bucket ─choose─► the most frequent of all
 
 A task holds the words of one slice, of one bucket, or the words that are kept: its memory does not grow with
-the corpus. The driver holds totals. Finished tasks are recorded: a run after a kill repeats the others.
+the corpus. The driver holds totals. Finished tasks are recorded: a run after a kill repeats only the others.
 """
 
 from collections import Counter
@@ -25,18 +25,18 @@ from scalingnote.storage.schema import TEXT_COLUMNS
 from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, run_slices
 
 WORDS = pa.schema({"word": pa.string(), "documents": pa.int64()})  # documents: texts that have the word
-TEXTS_PER_BUCKET = 1 << 21  # whose words make one bucket
-SAMPLED_PARTS = 8  # of the documents, at equal distances
-SAMPLED_DOCUMENTS = 256  # the first ones of each of these parts
+TEXTS_PER_BUCKET = 1 << 21  # the words of this number of texts are one bucket
+SAMPLED_PARTS = 8  # parts of the documents, at equal distances
+SAMPLED_DOCUMENTS = 256  # first documents of each of these parts
 WordReader = Callable[[Sequence[str]], Iterable[Sequence[str]]]
 
 
 def language_of(dataset: Artifact, chosen: Language | Literal["auto"] = "auto", *, section: str) -> Language:
-    """The language that is chosen, or if that is "auto", the one :func:`detect` finds in a sample.
+    """Return the configured language, or, if that is "auto", the one that :func:`detect` finds in a sample.
 
     Args:
-        dataset: the same dataset gives the same language.
-        chosen: in the config.
+        dataset: its sample, and so the language, is always the same.
+        chosen: language in the config.
         section: name of the logger.
     """
     if chosen != "auto":
@@ -47,8 +47,8 @@ def language_of(dataset: Artifact, chosen: Language | Literal["auto"] = "auto", 
         for part in parts[:: max(len(parts) // SAMPLED_PARTS, 1)][:SAMPLED_PARTS]
     )
     language = detect(terms(text) for documents in sample for text in document_texts(documents))
-    said = "words as they are written" if language == "none" else f"{language} stems without stop words"
-    get_logger(section).info("BM25 compares %s", said)
+    form = "words as they are written" if language == "none" else f"{language} stems without stop words"
+    get_logger(section).info("BM25 compares %s", form)
     return language
 
 
@@ -57,9 +57,9 @@ class Frequencies:
     """Totals of a corpus, and the file of its most frequent words."""
 
     texts: int
-    length: int  # words of all texts
-    distinct: int  # different words
-    frequent: int  # of them, in enough texts
+    length: int  # number of words in all texts
+    distinct: int  # number of different words
+    frequent: int  # number of words in enough texts
     words: str  # URI of a table WORDS, by falling frequency, then in alphabetical order
 
 
@@ -77,47 +77,47 @@ def count_frequencies(
     """Count the texts with each word.
 
     Args:
-        slices: parts of the corpus, a task each.
-        read: the words of each text in some parts.
-        texts: about how many there are.
-        most: words to keep, the most frequent ones, equally frequent ones in alphabetical order.
-        least: texts that a word is in to be kept.
+        slices: parts of the corpus, one list per task.
+        read: returns the words of each text in some parts.
+        texts: approximate number of texts.
+        most: maximum number of words to keep, the most frequent ones, if equal in alphabetical order.
+        least: minimum number of texts with a word that is kept.
         folder: work directory.
         each: runs the tasks.
         section: name of the logger.
     """
     buckets = max(-(-texts // TEXTS_PER_BUCKET), 1)
     do = partial(run_slices, folder=folder, each=each, section=section)
-    counted = do("count", partial(_count, read=read, folder=folder, buckets=buckets), slices)
+    count_records = do("count", partial(_count, read=read, folder=folder, buckets=buckets), slices)
     merge = partial(_merge, folder=folder, most=most, least=least)
-    merged = do("merge", merge, range(buckets), unit="buckets")
+    merge_records = do("merge", merge, range(buckets), unit="buckets")
     words = fs.join(folder, "words.parquet")
     do("choose", partial(_choose, folder=folder, most=most, output=words), [buckets], unit="tables")
-    totals = {name: sum(record[name] for record in counted) for name in ("texts", "length")}
-    totals |= {name: sum(record[name] for record in merged) for name in ("distinct", "frequent")}
+    totals = {name: sum(record[name] for record in count_records) for name in ("texts", "length")}
+    totals |= {name: sum(record[name] for record in merge_records) for name in ("distinct", "frequent")}
     return Frequencies(**totals, words=words)
 
 
 def count_words(texts: Iterable[Sequence[str]]) -> tuple[pa.Table, dict[str, int]]:
-    """WORDS of texts in alphabetical order, and the number of `texts` and their `length` in words."""
-    found: Counter[str] = Counter()
+    """Count WORDS of texts, in alphabetical order, the number of `texts`, and their `length` in words."""
+    counts: Counter[str] = Counter()
     number = length = 0
     for words in texts:
-        found.update(set(words))
+        counts.update(set(words))
         number, length = number + 1, length + len(words)
-    names = sorted(found)
-    table = pa.table([names, [found[name] for name in names]], schema=WORDS)
+    names = sorted(counts)
+    table = pa.table([names, [counts[name] for name in names]], schema=WORDS)
     return table, {"texts": number, "length": length}
 
 
 def add_counts(counts: pa.Table) -> pa.Table:
-    """WORDS of which each word has one row, the sum of its rows."""
+    """Sum the rows of each word in a table WORDS to one row."""
     summed = counts.group_by("word", use_threads=False).aggregate([("documents", "sum")])
     return summed.rename_columns({"documents_sum": "documents"}).select(WORDS.names)
 
 
 def most_frequent(words: pa.Table, most: int) -> pa.Table:
-    """At most `most` words by falling frequency, equally frequent ones in alphabetical order."""
+    """Select at most `most` words by falling frequency, equally frequent ones in alphabetical order."""
     return words.sort_by([("documents", "descending"), ("word", "ascending")]).slice(0, most)
 
 

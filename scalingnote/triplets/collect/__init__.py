@@ -1,1 +1,1 @@
-"""From click logs and ranking models to training triplets."""
+"""Training triplets from click logs and ranking models."""

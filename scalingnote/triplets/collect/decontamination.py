@@ -1,9 +1,9 @@
 """Training queries that repeat a test query, exactly or nearly.
 
-Exact: equal after normalisation. Near: 64-bit SimHash fingerprints (Charikar 2002; Manku et al. 2007;
-LightRetriever, appendix, Table 6) within a Hamming distance, confirmed by a comparison of words. A typing
-error in a short query changes more than ten bits, and so does the name of another disease in the same
-question: fingerprints alone cannot tell them apart.
+An exact repeat is equal after normalisation. A near repeat has a 64-bit SimHash fingerprint (Charikar 2002;
+Manku et al. 2007; LightRetriever, appendix, Table 6) within a Hamming distance, confirmed by a comparison of
+words: a typing error in a short query changes more than ten bits, and so does the name of another disease in
+the same question, so fingerprints by themselves cannot distinguish them.
 """
 
 import re
@@ -21,16 +21,16 @@ from scalingnote.triplets.collect.association import mix_bits
 
 CLEAN, EXACT, NEAR = 0, 1, 2
 MAX_DISTANCE = 12  # bits of 64 by which fingerprints of near duplicates may differ; 3 in the literature
-EXTRA_LETTERS = 3  # that near duplicates may not share
+EXTRA_LETTERS = 3  # letters by which near duplicates may differ
 
 # Han and kana: scripts without spaces between words.
 _CJK_RANGES = [(0x3005, 0x3007), (0x3040, 0x30FF), (0x31F0, 0x31FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF)]
 _CJK_RANGES += [(0x20000, 0x3FFFF)]
 _CJK = "".join(f"{chr(first)}-{chr(last)}" for first, last in _CJK_RANGES)
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
-_MIN_MISSPELT_LETTERS = 5  # in shorter words one letter makes another word: `ileum`, `ilium`; `men`, `hen`
+_MIN_MISSPELT_LETTERS = 5  # in shorter words another letter often makes another word: `men`, `hen`
 _SPACE = np.uint64(ord(" "))
-_SLICE_QUERIES = 1 << 14  # bounds the memory of features
+_SLICE_QUERIES = 1 << 14  # queries at once: it bounds the memory of features
 
 
 def find_repeats(
@@ -40,13 +40,13 @@ def find_repeats(
     max_distance: int = MAX_DISTANCE,
     extra_letters: int = EXTRA_LETTERS,
 ) -> Int[ndarray, " queries"]:
-    """CLEAN, EXACT or NEAR for each of some training queries.
+    """Find repeats of test queries: CLEAN, EXACT or NEAR for each training query.
 
     Args:
-        queries: for training.
-        test_queries: those without a letter, digit or symbol never match.
+        queries: training queries.
+        test_queries: queries without a letter, digit or symbol never match.
         max_distance: bits by which the fingerprints of near duplicates may differ.
-        extra_letters: that near duplicates may not share.
+        extra_letters: letters by which near duplicates may differ.
     """
     texts, tests = normalise(queries), normalise(test_queries)
     tests = tests.filter(pc.not_equal(tests, ""))
@@ -64,18 +64,18 @@ def find_repeats(
     # Faiss excludes the radius itself.
     limits, _, matches = index.range_search(_bytes(fingerprints(texts)), max_distance + 1)
     for row in np.flatnonzero(np.diff(limits.astype(np.int64))).tolist():
-        found = tests.take(pa.array(matches[int(limits[row]) : int(limits[row + 1])])).to_pylist()
+        near_tests = tests.take(pa.array(matches[int(limits[row]) : int(limits[row + 1])])).to_pylist()
         text = texts[row].as_py()
-        if any(same_words(text, other, extra=extra_letters) for other in found):
+        if any(same_words(text, other, extra=extra_letters) for other in near_tests):
             verdict[rest[row]] = NEAR
     return verdict
 
 
 def normalise(queries: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """NFKC, lower case, one space for a run of spaces and punctuation, none beside Han or kana; null is "".
+    """Normalise queries: NFKC, lower case, one space per run of spaces and punctuation; null becomes "".
 
-    Apostrophes (`what's` is `whats`) and invisible characters (zero-width spaces, soft hyphens) are removed.
-    Symbols stay, also # % & @: `c#` is not `c`.
+    There are no spaces next to Han or kana. Apostrophes (`what's` becomes `whats`) and invisible characters
+    (zero-width spaces, soft hyphens) are removed. Symbols are kept, also # % & @: `c#` is not `c`.
     """
     texts = pc.fill_null(queries.cast(pa.string()), "")
     texts = pc.replace_substring_regex(texts, "['’‘ʼ`´]", "")
@@ -88,11 +88,11 @@ def normalise(queries: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def fingerprints(texts: pa.Array) -> UInt64[ndarray, " queries"]:
-    """SimHash of normalised texts, equal on every machine.
+    """Compute the SimHash of normalised texts, equal on every machine.
 
-    Features are the character trigrams of words with a space at both ends, and of Han and kana the characters
+    Features are the character trigrams of words with a space at both ends, and, for Han and kana, characters
     and pairs of neighbours; the order of words does not count. A hash of the numbers is mixed in, so that
-    queries with other numbers (`type 1`, `type 2`) are as far apart as unrelated ones.
+    queries with different numbers (`type 1`, `type 2`) are as far apart as unrelated ones.
     """
     slices = [
         _fingerprints(texts.slice(start, _SLICE_QUERIES)) for start in range(0, len(texts), _SLICE_QUERIES)
@@ -101,10 +101,10 @@ def fingerprints(texts: pa.Array) -> UInt64[ndarray, " queries"]:
 
 
 def same_words(one: str, other: str, *, extra: int) -> bool:
-    """Whether one normalised text has all words of the other, in any order, and at most `extra` more letters.
+    """Return whether one of two normalised texts has all words of the other and at most `extra` more letters.
 
-    A Han or kana character is a word. Spacing is ignored, and so is one typing error in a long word: a letter
-    missing, added, wrong, or swapped with its neighbour.
+    The order of words does not count. A Han or kana character is a word. Spaces are ignored, and one typing
+    error in each long word: a letter that is missing, added, wrong, or swapped with its neighbour.
     """
     if one.replace(" ", "") == other.replace(" ", ""):
         return True
@@ -133,22 +133,22 @@ def _fingerprints(texts: pa.Array) -> UInt64[ndarray, " queries"]:
 
 
 def _code_points(texts: pa.Array) -> tuple[UInt64[ndarray, " chars"], Int[ndarray, " chars"]]:
-    """All texts concatenated, a space before and after each, and the row of each character's text."""
-    joined = f" {' '.join(texts.to_pylist())} ".encode("utf-32-le")
+    """Concatenate all texts, with a space before and after each; return also the text's row per character."""
+    encoded = f" {' '.join(texts.to_pylist())} ".encode("utf-32-le")
     owners = np.repeat(np.arange(len(texts)), pc.utf8_length(texts).to_numpy() + 1)
-    return np.frombuffer(joined, np.uint32).astype(np.uint64), np.append(0, owners)
+    return np.frombuffer(encoded, np.uint32).astype(np.uint64), np.append(0, owners)
 
 
 def _features(
     codes: UInt64[ndarray, " chars"], owners: Int[ndarray, " chars"]
 ) -> tuple[UInt64[ndarray, " features"], Int[ndarray, " features"]]:
-    """A key for each feature and the row of its text, in order."""
+    """Compute a key for each feature, and the row of its text, in order."""
     cjk = np.zeros(len(codes), bool)
     for first, last in _CJK_RANGES:
         cjk |= (codes >= first) & (codes <= last)
-    letters = np.where(cjk, _SPACE, codes)  # a Han neighbour ends a word as a space does
+    letters = np.where(cjk, _SPACE, codes)  # a Han neighbour ends a word like a space
     before, letter, after = letters[:-2], letters[1:-1], letters[2:]
-    bits = np.uint64(21)  # of a code point: features of one, two and three of them have distinct keys
+    bits = np.uint64(21)  # of a code point: features of one, two and three code points have distinct keys
     keys = [before << bits << bits | letter << bits | after, codes[1:-1], codes[1:-1] << bits | codes[2:]]
     present = np.stack([letter != _SPACE, cjk[1:-1], cjk[1:-1] & cjk[2:]], axis=1)
     return np.stack(keys, axis=1)[present], np.repeat(owners[1:-1], present.sum(axis=1))
@@ -157,7 +157,7 @@ def _features(
 def _numbers(
     codes: UInt64[ndarray, " chars"], owners: Int[ndarray, " chars"], *, texts: int
 ) -> UInt64[ndarray, " texts"]:
-    """A hash of the numbers in each text, in any order; 0 if there are none."""
+    """Compute a hash of the numbers in each text, in any order; 0 if there are none."""
     out = np.zeros(texts, np.uint64)
     at = np.flatnonzero((codes >= ord("0")) & (codes <= ord("9")))
     if len(at):
@@ -169,7 +169,7 @@ def _numbers(
 
 
 def _splitmix(keys: UInt64[ndarray, " keys"]) -> UInt64[ndarray, " keys"]:
-    """SplitMix64: neighbouring keys, also 0, become unrelated bits."""
+    """Hash keys by SplitMix64: neighbouring keys, also 0, have unrelated hashes."""
     return mix_bits(keys + np.uint64(0x9E3779B97F4A7C15))
 
 

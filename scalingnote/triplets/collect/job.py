@@ -1,10 +1,10 @@
 """The collect stage on Ray: triplets from a dataset's click log and rankings.
 
-Each step is mapped over slices or buckets. Tables pass between steps as files in the artifact's work
-directory, never through the driver, because a retried task overwrites its own files, and because 600,000 rows
-on two cores took 2.5 s: ``groupby`` of a bucket column or a keyed ``repartition`` of Ray Data took 10-16 s,
+Each step is mapped over slices or buckets. Steps exchange tables as files in the artifact's work directory,
+never through the driver. A retried task overwrites its own files, and files are fast: 600,000 rows on two
+cores took 2.5 s, but ``groupby`` of a bucket column or a keyed ``repartition`` of Ray Data took 10-16 s, and
 ``groupby("query_id")``, which calls Python once per query, over 20 s. Every finished item of a step is
-recorded; a run that was killed continues with the others.
+recorded; a run after a kill continues with the others.
 """
 
 from collections import Counter
@@ -32,13 +32,12 @@ from scalingnote.triplets.config import (
 )
 
 log = get_logger("collect")
-MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's memory for each
-# A bucket costs each step several requests, on which small data would spend all its time: it gets one for so
-# many rows, until there are enough of them for the cores of a machine.
+MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence; each needs about 300 bytes of a task's memory
+# A bucket costs several requests in each step, which would dominate the time of small data: there is one
+# bucket per SMALL_BUCKET_ROWS rows, up to ENOUGH_BUCKETS, which is enough for the cores of a machine.
 SMALL_BUCKET_ROWS, ENOUGH_BUCKETS = 1 << 17, 8
-Step = Callable[
-    ..., JsonRecord
-]  # of a numbered item and the context; gives counts, or a record with "counts"
+# A function of a numbered item and the context; it returns counts, or a record with "counts".
+Step = Callable[..., JsonRecord]
 
 
 def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Artifact:
@@ -47,11 +46,11 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     Args:
         config: sources, negatives, association, split.
         dataset: URI of the dataset.
-        planner: URI of the planner whose term scores associate queries.
+        planner: URI of the planner with the term scores that associate queries.
         output: URI of the artifact.
 
     Raises:
-        DataError: the dataset lacks evidence that the config asks for, or gives no triplet.
+        DataError: the dataset lacks evidence that the config requires, or no triplet can be made.
     """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
@@ -81,7 +80,7 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     counts["held_out_by_text"] = len(held_out.filter(held_out["by_text"]))
     if not counts["triplets"]:
         raise DataError(
-            f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive"
+            f"{dataset} has no triplets: none of {counts['queries']:,} training queries has a positive"
         )
     facts = statistics.summary(context, counts)
     draft.write_json("statistics.json", facts)
@@ -89,7 +88,7 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     draft.write_bytes("statistics.md", render("report.md", page=page).encode())
     artifact = draft.commit(
         counts=dict(sorted(counts.items())),
-        # Also without click positives: clicked documents are excluded from relevance negatives.
+        # Also without click positives, because clicked documents are excluded from relevance negatives.
         simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False)),
         ranking_model=ranker.kind if ranker else None,
     )
@@ -106,7 +105,7 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
 
 
 def _ranker(config: CollectConfig, dataset: Artifact) -> AnyRanker | None:
-    """The ranking model of relevance triplets. DataError if the dataset lacks evidence for the config."""
+    """Choose the ranking model of relevance triplets; raise DataError if the dataset lacks evidence."""
     if "click" in config.sources and not dataset.table_parts("impressions"):
         raise DataError(f"{dataset.uri} has no impressions: set collect.sources=[relevance]")
     if "relevance" not in config.sources:
@@ -118,12 +117,12 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> AnyRanker | None:
 
 
 def _ranks(ranker: AnyRanker | None) -> TypeGuard[BM25Ranker | CrossEncoderConfig]:
-    """Whether documents are ranked here, by their words."""
+    """Return whether this stage ranks documents, by their words."""
     return isinstance(ranker, BM25Ranker | CrossEncoderConfig)
 
 
 def _parts(config: CollectConfig, dataset: Artifact, ranker: AnyRanker | None) -> int:
-    """Number of buckets of queries: few for few rows, more than configured where one is too large."""
+    """Compute the number of buckets: few for few rows, more than configured if one would be too large."""
     rows = {
         table: sum(dataset.rows_of(dataset.table_parts(table)).values())
         for table in ("queries", "impressions", "scores")
@@ -138,11 +137,11 @@ def _parts(config: CollectConfig, dataset: Artifact, ranker: AnyRanker | None) -
 def _collect(
     context: CollectContext, draft: Draft, ranker: AnyRanker | None, tasks: Executor
 ) -> Counter[str]:
-    """Run all steps in order and register the parts with the draft; returns the counts."""
+    """Run all steps in order and register the parts with the draft; return the counts."""
     config, dataset = context.config, context.dataset
     run = _Steps(context, tasks)
     buckets = range(context.buckets)
-    # Both sources need the clicks: a clicked document is no negative of its query.
+    # Both sources need the clicks, because a clicked document is not a negative of its query.
     logs = ["impressions", "scores"] if isinstance(ranker, ScoreTable) else ["impressions"]
     evidence = [(table, parts) for table in logs for parts in slices(dataset, table)]
     run("queries", steps.select_queries, slices(dataset, "queries"), unit="slices")
@@ -168,7 +167,6 @@ def _collect(
 
 
 def _rank(run: "_Steps", context: CollectContext, ranker: BM25Ranker | CrossEncoderConfig) -> None:
-    """Rank the training documents for every query."""
     scored = isinstance(ranker, CrossEncoderConfig)
     depth = ranker.candidates if isinstance(ranker, CrossEncoderConfig) else context.config.top_t
     shards = slices(context.dataset, "documents")
@@ -189,7 +187,7 @@ def _rank(run: "_Steps", context: CollectContext, ranker: BM25Ranker | CrossEnco
     run("shards", ranking.write_shard, shards, unit="shards", corpus=corpus)
     buckets, numbers, size = range(context.buckets), [*range(len(shards))], ranking.SHARDS_PER_SEARCH
     some = [numbers[first : first + size] for first in range(0, len(shards), size)]
-    searches = [(bucket, own) for own in some for bucket in buckets]
+    searches = [(bucket, shard_numbers) for shard_numbers in some for bucket in buckets]
     run("search", ranking.search_shards, searches, unit="searches", depth=depth)
     merge = ranking.merge_pairs if scored else ranking.merge_hits
     ranked = run("rank", merge, buckets, depth=depth, shards=shards)
@@ -203,9 +201,9 @@ def _rank(run: "_Steps", context: CollectContext, ranker: BM25Ranker | CrossEnco
 
 
 class _Steps:
-    """Runs steps over items and adds up the counts that they return.
+    """Runner of steps over items, with the sums of the counts that they return.
 
-    What an earlier, killed run recorded of a step is not repeated.
+    Items of a step that an earlier, killed run recorded are not repeated.
     """
 
     def __init__(self, context: CollectContext, tasks: Executor) -> None:
@@ -213,10 +211,10 @@ class _Steps:
         self.counts: Counter[str] = Counter()
 
     def __call__(
-        self, name: str, step: Step, items: Sequence[Any], *, unit: str = "buckets", **given: Any
+        self, name: str, step: Step, items: Sequence[Any], *, unit: str = "buckets", **arguments: Any
     ) -> list[JsonRecord]:
-        """Run a step in tasks; returns what it records of each item."""
-        return self._run(name, partial(step, context=self._context, **given), items, self.tasks, unit)
+        """Run a step in tasks; return its record of each item."""
+        return self._run(name, partial(step, context=self._context, **arguments), items, self.tasks, unit)
 
     def on_actors(
         self, name: str, step: type, items: Sequence[Any], config: Any, *, unit: str = "buckets"

@@ -1,11 +1,11 @@
-"""The ranking of the training documents for all queries, by BM25 or by a cross-encoder after it.
+"""The ranking of the training documents for all queries, by BM25, or by BM25 and a cross-encoder.
 
     documents ─► word frequencies ─► shards ┐
     bucket of queries ──────────────────────┴► search ─► hits of some shards ─► merge ─► evidence
                           with a cross-encoder: merge ─► texts of the best ─► PairScoring ─► evidence
 
 A task holds a shard of documents, a bucket of queries with the numbers of their best documents, or, for a
-cross-encoder, the texts of a group of queries: memory is bounded at any corpus size.
+cross-encoder, the texts of a group of queries: memory is bounded for a corpus of any size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,15 +30,15 @@ from scalingnote.triplets.collect.triplets import ranking_evidence
 from scalingnote.triplets.config import CrossEncoderConfig
 from scalingnote.triplets.work_folder import read_slice
 
-MAX_VOCABULARY_WORDS = 1 << 22  # the most frequent ones: 400 MB of a task that builds a shard
+MAX_VOCABULARY_WORDS = 1 << 22  # the most frequent ones: 400 MB in a task that builds a shard
 SHARDS_PER_SEARCH = 8  # two million documents: 0.2 to 1 ms per query and shard
-GROUP_QUERIES = 1 << 12  # with a cross-encoder: the texts of 100 documents for each are some 400 MB
-SCORED_QUERIES = 512  # between two records of a cross-encoder
-DOCUMENT_BITS = 32  # of a document's number; the bits above are its shard
+GROUP_QUERIES = 1 << 12  # for a cross-encoder: the texts of 100 documents for each are about 400 MB
+SCORED_QUERIES = 512  # per record of a cross-encoder
+DOCUMENT_BITS = 32  # of a document's number in its shard; the bits above them are the number of the shard
 
 
 def read_training_words(parts: Sequence[str], context: CollectContext) -> Iterator[list[str]]:
-    """The words of each document that training may see."""
+    """Yield the words of each document that training may use."""
     for text in document_texts(_documents(parts, TEXT_COLUMNS, context)):
         yield terms(text, context.language)
 
@@ -76,8 +76,8 @@ def merge_hits(
     """Scatter the best documents of all shards for the queries of a bucket as evidence."""
     queries, best = _merge(item[1], context, depth, len(shards))
     number, documents = _ranked_documents(best, slice(None), context, shards, [])
-    ranked = documents.append_column("query_id", queries["query_id"].take(pa.array(number)))
-    evidence = scatter_evidence(ranking_evidence(ranked), f"ranked-{item[1]:05d}", context)
+    scores = documents.append_column("query_id", queries["query_id"].take(pa.array(number)))
+    evidence = scatter_evidence(ranking_evidence(scores), f"ranked-{item[1]:05d}", context)
     return evidence | {"ranked": len(queries)}
 
 
@@ -88,18 +88,18 @@ def merge_pairs(
     queries, best = _merge(item[1], context, depth, len(shards))
     for first in range(0, len(queries), GROUP_QUERIES):
         group = queries.slice(first, GROUP_QUERIES)
-        chosen = slice(first, first + GROUP_QUERIES)
-        number, documents = _ranked_documents(best, chosen, context, shards, TEXT_COLUMNS)
+        rows = slice(first, first + GROUP_QUERIES)
+        number, documents = _ranked_documents(best, rows, context, shards, TEXT_COLUMNS)
         for name in ("query_id", "query"):
             documents = documents.append_column(name, group[name].take(pa.array(number)))
         for start in range(0, len(group), SCORED_QUERIES):
-            own = documents.filter(pa.array((number >= start) & (number < start + SCORED_QUERIES)))
-            context.write(_pairs(item[1], first + start), own)
+            pairs = documents.filter(pa.array((number >= start) & (number < start + SCORED_QUERIES)))
+            context.write(_pairs(item[1], first + start), pairs)
     return {"ranked": len(queries)}
 
 
 class PairScoring:
-    """Scores pairs of queries and documents with a cross-encoder."""
+    """Worker that scores pairs of queries and documents by a cross-encoder."""
 
     def __init__(self, context: CollectContext, config: CrossEncoderConfig) -> None:
         from scalingnote.triplets.collect.transformer_models import PairScorer
@@ -107,7 +107,7 @@ class PairScoring:
         self._context, self._scorer = context, PairScorer(config)
 
     def __call__(self, item: tuple[int, tuple[int, int]]) -> Counts:
-        """Scatter the scores of one slice, named by its bucket and its first query, as evidence."""
+        """Score a slice, named by its bucket and its first query; scatter the scores as evidence."""
         pairs = self._context.read(_pairs(*item[1]))
         scores = self._scorer.score(pairs["query"].to_pylist(), document_texts(pairs))
         at = pairs.schema.get_field_index("score")
@@ -116,7 +116,7 @@ class PairScoring:
 
 
 def _merge(bucket: int, context: CollectContext, depth: int, shards: int) -> tuple[pa.Table, topk.Best]:
-    """The queries of a bucket, and the numbers and scores of their best documents."""
+    """Read the queries of a bucket, and merge the numbers and scores of their best documents."""
     queries = read_queries(bucket, context)
     best = topk.Best(len(queries), depth)
     for first in range(0, shards, SHARDS_PER_SEARCH):
@@ -128,26 +128,26 @@ def _merge(bucket: int, context: CollectContext, depth: int, shards: int) -> tup
 def _ranked_documents(
     best: topk.Best, queries: slice, context: CollectContext, shards: list[list[str]], fields: list[str]
 ) -> tuple[Int64[ndarray, " hits"], pa.Table]:
-    """The row of the query of each hit of some queries; the document's id, fields and score."""
+    """Read the hits of some queries: the row of each hit's query; its document's id, fields and score."""
     rows, scores = best.ids[queries], best.scores[queries]
     query, place = np.nonzero(rows >= 0)
     order = np.argsort(rows[query, place], kind="stable")
     query, place = query[order], place[order]
-    found = rows[query, place]
+    numbers = rows[query, place]
     documents = [DOCUMENTS.empty_table().select(["doc_id", *fields])]
     for shard, parts in enumerate(shards):
-        start, stop = np.searchsorted(found, [shard << DOCUMENT_BITS, shard + 1 << DOCUMENT_BITS])
+        start, stop = np.searchsorted(numbers, [shard << DOCUMENT_BITS, shard + 1 << DOCUMENT_BITS])
         if start < stop:
-            local = pa.array(found[start:stop] - (shard << DOCUMENT_BITS))
+            local = pa.array(numbers[start:stop] - (shard << DOCUMENT_BITS))
             documents.append(_documents(parts, ["doc_id", *fields], context).take(local))
     return query, pa.concat_tables(documents).append_column("score", pa.array(scores[query, place]))
 
 
 def _documents(parts: Sequence[str], columns: list[str], context: CollectContext) -> pa.Table:
-    """Columns of the documents that training may see."""
+    """Read columns of the documents that training may use."""
     table = read_slice(context.dataset, parts, [*{"doc_id", *columns}])
-    seen = pc.invert(pc.is_in(table["doc_id"], value_set=context.held_out))
-    return table.filter(seen).select(columns)
+    allowed = pc.invert(pc.is_in(table["doc_id"], value_set=context.held_out))
+    return table.filter(allowed).select(columns)
 
 
 def _shard(number: int, context: CollectContext) -> str:

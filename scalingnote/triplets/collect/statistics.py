@@ -1,10 +1,10 @@
-"""Statistics of triplets: counts of parts, and the page that shows them.
+"""Statistics of triplets: counts of parts, and the page with them.
 
     part of triplets ─► part_statistics ─┐
     distinct documents of a bucket ──────┼─► summary ─► statistics.json, statistics.md
     words of some documents ─────────────┘
 
-The page holds the paper's Tables 1 and 2, and the sources of rows.
+The page has the paper's Tables 1 and 2, and the sources of rows.
 """
 
 from collections import Counter
@@ -33,10 +33,10 @@ _OF_ASSOCIATION = ("associations", "too_short", "truncated", "hot_keys", "pairs_
 
 
 def part_statistics(triplets: pa.Table) -> Counts:
-    """Counts of a part that add up over parts: pairs, queries, query words, positives per query.
+    """Count pairs, queries, query words and positives per query of a part; counts of parts can be added.
 
     ``pairs_of_both_sources`` counts pairs from clicks and from relevance; ``queries_with_{n}_positives``
-    counts queries, where the last n means "or more".
+    counts queries, and the last n means "or more".
     """
     by_pair = triplets.group_by(["query_id", "positive"]).aggregate([("source", "count_distinct")])
     by_query = triplets.group_by("query_id").aggregate([("positive", "count_distinct"), ("query", "min")])
@@ -71,7 +71,7 @@ def count_words(item: NumberedSlice, *, context: CollectContext) -> Counts:
 
 
 def summary(context: CollectContext, counts: Counts) -> dict[str, Any]:
-    """The content of the page, as JSON values."""
+    """Compute the contents of the page, as JSON values."""
     measured = max(counts["documents_measured"], 1)
     sources = sorted(f"{source}_{hop}" for source in KINDS.values() for hop in ("one", "multi"))
     return {
@@ -99,7 +99,7 @@ def summary(context: CollectContext, counts: Counts) -> dict[str, Any]:
 
 
 def statistics_page(statistics: Mapping[str, Any]) -> ReportPage:
-    """What statistics.md shows of the dict that :func:`summary` returns."""
+    """Build the page statistics.md from the dict that :func:`summary` returns."""
     facts = [
         ["documents", f"{statistics['documents']:,}"],
         ["query-document pairs", f"{statistics['pairs']:,}"],

@@ -5,10 +5,10 @@
     documents ─► ranking.py ───────by query─────┘
     bucket ─► own_keys, candidates ─by key─► associate ─by pair─► mutual ─by associate─► triplet_parts.py
 
-A step is a function of a numbered item and the context, or a class where it loads a model for a GPU. Steps
-know neither Ray nor each other. A step scatters rows to buckets by query_id, doc_id or key, in files whose
-names depend on its input alone: repeated after a crash, it writes them again. A query is numbered by its
-bucket and its row in it, so that association works on integers alone.
+A step is a function of a numbered item and the context, or a class if it loads a model for a GPU. Steps do
+not use Ray or each other. A step scatters rows to buckets by query_id, doc_id or key, in files with names
+that depend only on its input: if it is repeated after a crash, it writes the same files. A query is numbered
+by its bucket and its row in it, so that association works only on integers.
 """
 
 from dataclasses import dataclass
@@ -46,15 +46,15 @@ from scalingnote.triplets.planner.planner import Planner, TermScores
 from scalingnote.triplets.planner.planner import load as load_planner
 from scalingnote.triplets.work_folder import WorkFolder, read_slice
 
-ROW_BITS = 40  # of a query's number; the bits above are its bucket
+ROW_BITS = 40  # of a query's number, for its row; the bits above them are its bucket
 QUERY_SCHEMA = pa.schema({"query_id": pa.string(), "query": pa.string()})
-Bucket = tuple[int, int]  # its number, twice: as a work item is numbered
+Bucket = tuple[int, int]  # its number, twice: the number of the work item is that of the bucket
 Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
 class CollectContext(WorkFolder):
-    """Input of all steps; equal for all of them, and small. Parts of the artifact are its buckets."""
+    """Input that all steps share; it is small. The parts of the artifact are the buckets."""
 
     config: CollectConfig
     dataset: Artifact
@@ -62,16 +62,16 @@ class CollectContext(WorkFolder):
     held_out: pa.Array  # doc_ids excluded from training
     test_queries: pa.Array  # their texts
     output: str
-    language: Language = "none"  # of the words by which documents are ranked
+    language: Language = "none"  # of the words that documents are ranked by
 
 
 def in_bucket(number: int, table: str) -> str:
-    """The name of a table of one bucket."""
+    """Return the name of a table of one bucket."""
     return f"bucket/{number:05d}/{table}"
 
 
 def read_queries(bucket: int, context: CollectContext) -> pa.Table:
-    """The queries of a bucket, sorted by query_id: a query's row in it is part of its number."""
+    """Read the queries of a bucket, sorted by query_id: a query's row in it is part of its number."""
     return context.gather("queries", bucket, QUERY_SCHEMA).sort_by("query_id")
 
 
@@ -84,18 +84,18 @@ def scatter_evidence(evidence: pa.Table, name: str, context: CollectContext) -> 
 
 
 def query_numbers(bucket: int, rows: int) -> UInt64[ndarray, " rows"]:
-    """The numbers of the first `rows` queries of a bucket."""
+    """Compute the numbers of the first `rows` queries of a bucket."""
     return np.arange(rows, dtype=np.uint64) | np.uint64(bucket << ROW_BITS)
 
 
 def rows_of_numbers(numbers: pa.ChunkedArray) -> Int64[ndarray, " queries"]:
-    """The rows, within their buckets, of numbered queries."""
+    """Extract the rows, within their buckets, of numbered queries."""
     values: UInt64[ndarray, " queries"] = numbers.to_numpy()
     return (values & np.uint64((1 << ROW_BITS) - 1)).astype(np.int64)
 
 
 def buckets_of_numbers(numbers: pa.ChunkedArray) -> Int64[ndarray, " queries"]:
-    """The buckets of numbered queries."""
+    """Extract the buckets of numbered queries."""
     values: UInt64[ndarray, " queries"] = numbers.to_numpy()
     return (values >> np.uint64(ROW_BITS)).astype(np.int64)
 
@@ -149,7 +149,7 @@ def one_hop(item: Bucket, *, context: CollectContext) -> Counts:
 
 @lru_cache(maxsize=1)
 def _planner(uri: str, digest: str) -> Planner:
-    """Loaded once in each process; `digest` tells what is there."""
+    """Load a planner once in each process; `digest` identifies its contents in the cache."""
     return load_planner(open_artifact(uri, kind="planner"))
 
 
@@ -162,15 +162,15 @@ def own_keys(item: Bucket, *, context: CollectContext, config: AssociationConfig
     context.write(in_bucket(bucket, "terms"), scores.to_arrow())
     own, counts = association.own_keys(scores, query_numbers(bucket, len(queries)), config=config)
     context.scatter(own, "key", "own", f"{bucket:05d}")
-    context.write(in_bucket(bucket, "own"), own)  # also whole, for the filter: one file a bucket
+    context.write(in_bucket(bucket, "own"), own)  # also as one file per bucket, for the filter
     return counts | {"own_keys": len(own)}
 
 
 def own_filter(item: tuple[int, int], *, context: CollectContext) -> Counts:
-    """Write a filter of all own keys, of the number given, so that others are not shuffled."""
+    """Write a filter of all own keys, so that other keys are not shuffled; the item is their number."""
     tables = (context.read(in_bucket(bucket, "own")) for bucket in range(context.buckets))
-    owned = association.key_filter(tables, keys=item[1])
-    fs.write_bytes(context.path("own.bits"), owned.tobytes())
+    key_bits = association.key_filter(tables, keys=item[1])
+    fs.write_bytes(context.path("own.bits"), key_bits.tobytes())
     return {}
 
 
@@ -178,18 +178,18 @@ def candidates(item: Bucket, *, context: CollectContext, config: AssociationConf
     """Scatter the candidate keys of one bucket's queries."""
     bucket = item[1]
     with fs.open_input(context.path("own.bits")) as bits:
-        owned = np.frombuffer(bits.read_buffer(), np.uint8)
+        key_bits = np.frombuffer(bits.read_buffer(), np.uint8)
     scores = TermScores.from_arrow(context.read(in_bucket(bucket, "terms")))
     numbers = query_numbers(bucket, len(scores.offsets) - 1)
     # Numbers depend on the number of buckets; ties must not.
     ties = shuffle.hash_of(context.read(in_bucket(bucket, "queries"))["query_id"])
-    keys, counts = association.candidate_keys(scores, numbers, config=config, ties=ties, owned=owned)
-    # A query without click triplets has none to transfer by clicks. By relevance all queries must emit
-    # their keys, because an association there needs both directions.
+    keys, counts = association.candidate_keys(scores, numbers, config=config, ties=ties, owned=key_bits)
+    # A query without click triplets has none to transfer by clicks. For relevance all queries must emit their
+    # keys, because such an association needs both directions.
     one_hop = context.read(in_bucket(bucket, "one_hop"))
-    with_clicks = pc.unique(one_hop.filter(pc.equal(one_hop["source"], "click"))["row"]).to_numpy()
+    clicked_rows = pc.unique(one_hop.filter(pc.equal(one_hop["source"], "click"))["row"]).to_numpy()
     useless = (keys["kind"].to_numpy() == association.CLICK) & ~np.isin(
-        rows_of_numbers(keys["query"]), with_clicks
+        rows_of_numbers(keys["query"]), clicked_rows
     )
     context.scatter(keys.filter(pa.array(~useless)), "key", "candidates", f"{bucket:05d}")
     return counts
@@ -198,14 +198,14 @@ def candidates(item: Bucket, *, context: CollectContext, config: AssociationConf
 def associate(item: Bucket, *, context: CollectContext, config: AssociationConfig) -> Counts:
     """Join one bucket of keys: settled pairs are scattered by associate, the others by pair.
 
-    All queries of a key meet in this one task, whatever the number of buckets. It holds 17 bytes of each that
-    owns the key, 29 of each that emits it, and up to `max_associates` pairs of 21 bytes of each that owns it:
-    a key that a million queries own takes 1 to 2 GB with the default of 32.
+    All queries of a key are in this one task, for any number of buckets. It holds 17 bytes for each query
+    that owns the key, 29 for each that emits it, and up to `max_associates` pairs of 21 bytes for each that
+    owns it: a key that a million queries own takes 1 to 2 GB with the default of 32.
     """
     bucket = item[1]
     own = context.gather("own", bucket, association.OWN_KEYS)
-    emitted = context.gather("candidates", bucket, association.CANDIDATES)
-    settled, one_way, counts = association.join(own, emitted, config=config)
+    candidate_keys = context.gather("candidates", bucket, association.CANDIDATES)
+    settled, one_way, counts = association.join(own, candidate_keys, config=config)
     by_pair = shuffle.bucket_of(pa.array(association.pair_keys(one_way)), context.buckets)
     context.scatter(one_way, by_pair, "pairs", f"{bucket:05d}")
     return counts | _scatter_pairs(settled, f"settled-{bucket:05d}", context)
@@ -219,7 +219,7 @@ def mutual(item: Bucket, *, context: CollectContext) -> Counts:
 
 
 def _scatter_pairs(pairs: pa.Table, name: str, context: CollectContext) -> Counts:
-    """Write pairs to the buckets of their associates; counts by kind."""
+    """Write pairs to the buckets of their associates; return counts by kind."""
     context.scatter(pairs, buckets_of_numbers(pairs["associate"]), "lenders", name)
     kinds = pairs["kind"].to_numpy()
     return {
@@ -231,7 +231,7 @@ def _scatter_pairs(pairs: pa.Table, name: str, context: CollectContext) -> Count
 
 
 class QueryWriting:
-    """Writes generated queries as parts of their own, without those that repeat a test query."""
+    """Worker that writes generated queries as separate parts, without those that repeat a test query."""
 
     def __init__(self, context: CollectContext, config: QueryGenerationConfig) -> None:
         from scalingnote.triplets.collect.transformer_models import QueryGenerator
@@ -239,7 +239,7 @@ class QueryWriting:
         self._context, self._generate = context, QueryGenerator(config)
 
     def __call__(self, item: Bucket) -> Counts:
-        """All queries of one bucket, with triplets or without."""
+        """Generate queries from all queries of one bucket, with triplets or without."""
         context, bucket = self._context, item[1]
         generated, counts = self._generate(read_queries(bucket, context))
         if context.config.decontamination:

@@ -1,4 +1,4 @@
-"""Transformers that collect runs: a cross-encoder scores pairs, an encoder-decoder generates queries.
+"""Transformers of the collect stage: a cross-encoder scores pairs, an encoder-decoder generates queries.
 
 Import this module late: it loads torch and transformers.
 """
@@ -21,11 +21,11 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.triplets.collect.decontamination import normalise
 from scalingnote.triplets.config import CrossEncoderConfig, QueryGenerationConfig
 
-MAX_QUERY_TOKENS = 64  # read and written
-GENERATED_BATCH_QUERIES = 64  # of a forward pass
+MAX_QUERY_TOKENS = 64  # of a query that is read, and of a generated one
+GENERATED_BATCH_QUERIES = 64  # per forward pass
 GENERATED = pa.schema(
     {
-        "query_id": pa.string(),  # SOURCE~N, where N is the index of sigma
+        "query_id": pa.string(),  # SOURCE~N, N is the index of sigma
         "query": pa.string(),
         "source_query_id": pa.string(),
         "sigma": pa.float64(),
@@ -34,7 +34,7 @@ GENERATED = pa.schema(
 
 
 class PairScorer:
-    """A cross-encoder of sentence-transformers: reads a query and a document together and scores the pair."""
+    """A cross-encoder of sentence-transformers, which reads a query and a document together."""
 
     def __init__(self, config: CrossEncoderConfig, *, device: str | None = None) -> None:
         """Load the model.
@@ -50,23 +50,23 @@ class PairScorer:
         self._model = _load_cross_encoder(config, device or _default_device())
 
     def score(self, queries: Sequence[str], documents: Sequence[str]) -> Float32[ndarray, " pairs"]:
-        """Relevance of ``documents[i]`` to ``queries[i]``; the longer text of a pair is cut to `max_length`.
+        """Score the relevance of ``documents[i]`` to ``queries[i]``; long pairs are cut to `max_length`.
 
-        Equal pairs get equal scores in any order. In another batch, so with other padding, a score may differ
-        in its last digits.
+        The longer text of a pair is cut. Equal pairs have equal scores in any order. In another batch, with
+        other padding, the last digits of a score may differ.
         """
         pairs = sorted(set(zip(queries, documents, strict=True)), key=lambda pair: (len("".join(pair)), pair))
         if not pairs:
             return np.empty(0, np.float32)
-        # predict() sorts by length, ties in the order of its input: the sort above makes that order unique.
+        # predict() sorts by length, ties in the order of its input: the sort above makes this order unique.
         scores = self._model.predict(
             pairs,
             batch_size=self._config.batch_size,
             activation_fn=torch.nn.Identity() if self._config.activation == "none" else torch.nn.Sigmoid(),
             show_progress_bar=False,
         )
-        known = dict(zip(pairs, scores, strict=True))
-        return np.array([known[pair] for pair in zip(queries, documents, strict=True)], np.float32)
+        score_of = dict(zip(pairs, scores, strict=True))
+        return np.array([score_of[pair] for pair in zip(queries, documents, strict=True)], np.float32)
 
 
 def _load_cross_encoder(config: CrossEncoderConfig, device: str) -> Any:
@@ -86,7 +86,7 @@ def _load_cross_encoder(config: CrossEncoderConfig, device: str) -> Any:
         )
     except (OSError, ValueError) as error:
         raise _not_loaded("a cross-encoder", config.path, error) from None
-    # An encoder without a head loads, too: sentence-transformers adds one with random weights.
+    # An encoder without a head is loaded, too: sentence-transformers adds a head with random weights.
     head = str((model.config.architectures or ["a model of unknown architecture"])[0])
     if len(model) == 1 and not head.endswith("ForSequenceClassification"):
         raise ConfigError(
@@ -95,7 +95,7 @@ def _load_cross_encoder(config: CrossEncoderConfig, device: str) -> Any:
         )
     if model.num_labels != 1:
         raise ConfigError(
-            f"{config.path!r} has {model.num_labels} labels, and which of them means relevant is not known: "
+            f"{config.path!r} has {model.num_labels} labels, and it is unknown which of them means relevant: "
             "name a cross-encoder with one label"
         )
     # A model with a lower limit keeps it.
@@ -104,14 +104,14 @@ def _load_cross_encoder(config: CrossEncoderConfig, device: str) -> Any:
 
 
 class QueryGenerator:
-    """Queries near the observed ones: x' = decode(encode(x) + noise) (EmbedDistill, section 4.3, appendix E).
+    """Generator of queries near observed ones: x' = decode(encode(x) + noise).
 
-    Any encoder-decoder checkpoint can be used. One that was trained to restore masked input (BART) gives
-    queries; the output of others depends on their task.
+    Source: EmbedDistill, section 4.3 and appendix E. Any encoder-decoder checkpoint can be used. One that was
+    trained to restore masked input (BART) generates queries; the output of others depends on their task.
     """
 
     def __init__(self, config: QueryGenerationConfig, *, device: str | None = None) -> None:
-        """Load the model; ConfigError if it cannot be loaded or lacks weights or a token for masking."""
+        """Load the model; raise ConfigError if it cannot be loaded, or lacks weights or a mask token."""
         self._config = config
         self._device = device or _default_device()
         self._model, self._tokenizer = _load_encoder_decoder(config.path)
@@ -121,13 +121,13 @@ class QueryGenerator:
         self._limit = min(MAX_QUERY_TOKENS, positions, self._tokenizer.model_max_length)
 
     def __call__(self, queries: pa.Table) -> tuple[pa.Table, dict[str, int]]:
-        """GENERATED rows in the order of their sources and sigmas, from query_id and query; and counts.
+        """Generate GENERATED rows from query_id and query, in the order of sources and sigmas; and counts.
 
-        Noise and masks depend on (query_id, sigma) alone and nothing is padded, so the other queries of a
-        batch change a text only where two tokens score the same up to the last digits.
+        Noise and masks depend only on (query_id, sigma) and the seed, and nothing is padded, so the other
+        queries of a batch change a text only if two tokens have equal scores up to the last digits.
 
-        Of `generated` texts, `dropped_empty` have no word, and `dropped_same` equal, after normalisation,
-        their source or an earlier text of the same source.
+        `generated` counts all texts, `dropped_empty` those without a word, and `dropped_same` those that
+        equal, after normalisation, their source or an earlier text of the same source.
         """
         drafts = list(self._drafts(queries))
         texts: list[str] = [""] * len(drafts)
@@ -140,15 +140,17 @@ class QueryGenerator:
         for source, (query_id, query) in enumerate(
             zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True)
         ):
-            encoded = self._tokenizer(
+            encoding = self._tokenizer(
                 query or "", truncation=True, max_length=self._limit, return_special_tokens_mask=True
             )
-            words = np.array(encoded["special_tokens_mask"]) == 0
+            words = np.array(encoding["special_tokens_mask"]) == 0
             for number, sigma in enumerate(self._config.sigmas):
-                ids = list(encoded["input_ids"])
-                masked = self._random("mask", query_id, sigma).random(len(ids)) < self._config.mask_fraction
-                for used, position in enumerate(np.flatnonzero(masked & words)):
-                    ids[position] = self._masks[min(used, len(self._masks) - 1)]
+                ids = list(encoding["input_ids"])
+                is_masked = (
+                    self._random("mask", query_id, sigma).random(len(ids)) < self._config.mask_fraction
+                )
+                for count, position in enumerate(np.flatnonzero(is_masked & words)):
+                    ids[position] = self._masks[min(count, len(self._masks) - 1)]
                 yield _Draft(source, number, query_id, sigma, ids)
 
     def _random(self, purpose: str, query_id: str, sigma: float) -> np.random.Generator:
@@ -156,7 +158,7 @@ class QueryGenerator:
         return np.random.default_rng(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest()))
 
     def _batches(self, drafts: "list[_Draft]") -> Iterator[list[int]]:
-        """Rows of equal length, so that nothing is padded; independent of the order of the drafts."""
+        """Yield rows of equal length, so that nothing is padded, independent of the order of the drafts."""
         order = [row for row, draft in enumerate(drafts) if draft.ids]
         order.sort(key=lambda row: (len(drafts[row].ids), drafts[row].query_id, drafts[row].number))
         for _, same in groupby(order, key=lambda row: len(drafts[row].ids)):
@@ -219,15 +221,15 @@ def _keep(queries: pa.Table, drafts: list[_Draft], texts: list[str]) -> tuple[pa
 def _load_encoder_decoder(path: str) -> tuple[Any, Any]:
     disable_progress_bar()
     try:
-        model, loaded = AutoModelForSeq2SeqLM.from_pretrained(
+        model, info = AutoModelForSeq2SeqLM.from_pretrained(
             path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise _not_loaded("an encoder-decoder model", path, error) from None
-    if loaded["missing_keys"]:
+    if info["missing_keys"]:
         raise ConfigError(
-            f"{path!r} lacks weights of an encoder-decoder model ({sorted(loaded['missing_keys'])[0]}, ...): "
+            f"{path!r} lacks weights of an encoder-decoder model ({sorted(info['missing_keys'])[0]}, ...): "
             "name a checkpoint for text generation, such as facebook/bart-base"
         )
     model.generation_config.max_length = None  # each call passes max_new_tokens, and both would conflict
@@ -235,7 +237,7 @@ def _load_encoder_decoder(path: str) -> tuple[Any, Any]:
 
 
 def _mask_tokens(tokenizer: Any) -> list[int]:
-    """The mask token, or T5's sentinels: one for each masked token, in order."""
+    """Return the mask token, or T5's sentinels: one for each masked token, in order."""
     if tokenizer.mask_token_id is not None:
         return [tokenizer.mask_token_id]
     vocabulary = tokenizer.get_vocab()

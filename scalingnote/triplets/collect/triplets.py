@@ -1,11 +1,11 @@
-"""Triplets (query, positive, hard negatives) from a query's own evidence and from its associates'.
+"""Triplets (query, positive, hard negatives) from the evidence of a query and of its associates.
 
     click log, rankings ─► EVIDENCE ─► one_hop_triplets ─► ONE_HOP triplets, KNOWN documents
     associations ⋈ ONE_HOP triplets of the associates ─► multi_hop_candidates ─► select_multi_hop
 
-As in ScalingNote, section 4.1. The association q1 <- q2 gives q1 the positives and hard negatives of q2. The
-evidence of q1 itself takes precedence, and a document that answers q1 never becomes its negative. All choices
-are made by seeded hashes.
+The method is that of ScalingNote, section 4.1. By the association q1 <- q2, q1 receives the positives and
+hard negatives of q2. The evidence of q1 takes precedence, and a document that answers q1 never becomes its
+negative. All choices are made by seeded hashes.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ EVIDENCE = pa.schema(
     {
         "query_id": pa.string(),
         "doc_id": pa.string(),
-        "clicks": pa.int64(),  # set where users were shown the document
+        "clicks": pa.int64(),  # null if users were not shown the document
         "satisfied": pa.int64(),  # clicks with a dwell time that counts for a positive
-        "score": pa.float32(),  # set where a ranking model scored the document
+        "score": pa.float32(),  # null if no ranking model scored the document
     }
 )
-CLICK_COLUMNS = ["query_id", "doc_id", "clicked", "dwell_s"]  # of a click log
+CLICK_COLUMNS = ["query_id", "doc_id", "clicked", "dwell_s"]  # columns of a click log
 # Queries of a bucket are numbered by their row in it.
 ONE_HOP = pa.schema(
     {
@@ -43,13 +43,13 @@ ONE_HOP = pa.schema(
         "scores": pa.list_(pa.float32()),  # of positive and negatives, if a ranking model scored all of them
     }
 )
-# Documents that a query's own evidence judges.
+# Documents that the evidence of a query judges.
 KNOWN = pa.schema({"row": pa.int64(), "doc_id": pa.string(), "positive": pa.bool_()})
 
 MULTI_HOP = pa.schema(
     {
         "row": pa.int64(),  # of the query that receives the triplet
-        "via": pa.string(),  # query_id of the associate that it comes from
+        "via": pa.string(),  # query_id of the associate that has the triplet
         "strength": pa.float32(),  # of the association
         "positive": pa.string(),
         "negatives": pa.list_(pa.string()),
@@ -59,7 +59,7 @@ MULTI_HOP = pa.schema(
 
 
 class Triplet(NamedTuple):
-    """Training target of one query: rank `positive` above each of `negatives` (doc_ids)."""
+    """A training target of one query: `positive` is to rank above each of `negatives` (doc_ids)."""
 
     positive: str
     negatives: list[str]
@@ -69,16 +69,16 @@ class Triplet(NamedTuple):
 
 
 def draw(candidates: Iterable[str], count: int, *, seed: int, key: str) -> list[str]:
-    """A uniform sample of up to `count` candidates: those whose hash with `key` is smallest.
+    """Draw a uniform sample of up to `count` candidates: those with the smallest hash of `key` and candidate.
 
-    A hash instead of a generator, so that a sample depends neither on the order of the candidates nor on
-    earlier samples, on any machine.
+    Hashes are used instead of a generator, so that a sample does not depend on the order of the candidates,
+    on earlier samples, or on the machine.
     """
     return sorted(set(candidates), key=lambda candidate: _hash(seed, key, candidate))[:count]
 
 
 def hash_fraction(key: str, *, seed: int) -> float:
-    """A number in [0, 1) determined by `key` and `seed`; uniform over keys."""
+    """Compute a number in [0, 1) from `key` and `seed`, uniform over keys."""
     return int.from_bytes(_hash(seed, key)) / 2**64
 
 
@@ -90,7 +90,7 @@ def _hash(*parts: object) -> bytes:
 
 
 def click_evidence(impressions: pa.Table, *, min_dwell_s: float) -> pa.Table:
-    """EVIDENCE of a click log; a click satisfies with a dwell time of `min_dwell_s`, or an unknown one."""
+    """Build EVIDENCE of a click log; a click with a dwell time of `min_dwell_s`, or unknown, is satisfied."""
     clicked = pc.fill_null(impressions["clicked"], False)
     long_enough = pc.fill_null(pc.greater_equal(impressions["dwell_s"], min_dwell_s), True)
     satisfied = pc.and_(clicked, long_enough)
@@ -98,17 +98,17 @@ def click_evidence(impressions: pa.Table, *, min_dwell_s: float) -> pa.Table:
 
 
 def ranking_evidence(scores: pa.Table) -> pa.Table:
-    """EVIDENCE of a ranking model; rows without a finite score are left out."""
+    """Build EVIDENCE of a ranking model; rows without a finite score are left out."""
     scores = scores.filter(pc.is_finite(pc.fill_null(scores["score"], float("nan"))))
     return _evidence(scores, score=scores["score"])
 
 
 def condense(evidence: pa.Table, *, most: int, seed: int) -> pa.Table:
-    """EVIDENCE added up, with at most `most` shown and `most` scored documents of each query.
+    """Add EVIDENCE of each query and document; keep `most` shown and `most` scored documents of a query.
 
-    Of the shown documents those of the smallest seeded hash are kept, of the scored those of the best score.
-    What is kept of the whole is kept of every slice, too: a log can be condensed slice by slice and then
-    again, and a query with a tenth of all clicks fills no memory.
+    The shown documents with the smallest seeded hashes and the scored ones with the best scores are kept. A
+    row that is kept from all evidence is kept from its slice, too: a log can be condensed by slices and then
+    again, and a query with a tenth of all clicks does not fill the memory.
     """
     keyed = evidence.append_column("scored", pc.is_valid(evidence["score"]))
     sums = [("clicks", "sum"), ("satisfied", "sum"), ("score", "max")]
@@ -124,13 +124,13 @@ def condense(evidence: pa.Table, *, most: int, seed: int) -> pa.Table:
     pairs = zip(rest["query_id"].to_pylist(), rest["doc_id"].to_pylist(), strict=True)
     hashes = np.array([hash_fraction(f"evidence {query_id} {doc}", seed=seed) for query_id, doc in pairs])
     worst = -pc.fill_null(rest["score"], 0).to_numpy()
-    order = np.lexsort((hashes, worst, group[crowded]))  # of shown documents the scores are equal
-    kept = rest.take(pa.array(np.sort(order[rank_within_runs(group[crowded][order]) < most])))
-    return pa.concat_tables([added.filter(pa.array(~crowded)), kept]).select(EVIDENCE.names)
+    order = np.lexsort((hashes, worst, group[crowded]))  # shown documents have equal scores
+    best = rest.take(pa.array(np.sort(order[rank_within_runs(group[crowded][order]) < most])))
+    return pa.concat_tables([added.filter(pa.array(~crowded)), best]).select(EVIDENCE.names)
 
 
 def rank_within_runs(*columns: Int[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
-    """0, 1, 2... within each run of rows that are equal in all columns."""
+    """Number rows 0, 1, 2... within each run of rows that are equal in all columns."""
     new = np.ones(len(columns[0]), bool)
     new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     starts = np.flatnonzero(new)
@@ -150,12 +150,12 @@ def _evidence(table: pa.Table, **columns: pa.ChunkedArray) -> pa.Table:
 def click_triplets(
     query_id: str, exposures: Iterable[tuple[str, int, int]], config: CollectConfig
 ) -> list[Triplet]:
-    """One triplet per clicked document, sorted by doc_id; hard negatives were exposed and never clicked.
+    """Make one triplet per positive document, sorted by doc_id; hard negatives were shown and never clicked.
 
     `exposures` are (doc_id, clicks, satisfied clicks) over all sessions of the query, each document once. A
-    positive has `min_clicks` satisfied clicks; a document with fewer clicks is no negative either. Nor is a
-    document that was not exposed, because no user rejected it (ScalingNote, section 4.1). So a triplet may
-    have fewer than `num_negatives` negatives.
+    positive has at least `min_clicks` satisfied clicks. A clicked document with fewer of them is not a
+    negative, and a document that was not shown is not a negative either, because no user rejected it
+    (ScalingNote, section 4.1). So a triplet may have fewer than `num_negatives` negatives.
     """
     exposures = sorted(exposures)
     rejected = [doc_id for doc_id, clicks, _ in exposures if not clicks]
@@ -175,11 +175,11 @@ def relevance_triplet(
     *,
     clicked: Collection[str] = (),
 ) -> Triplet | None:
-    """The best of `ranking` (doc_id, score; best first) against random ones of ranks `top_k` + 1 to `top_t`.
+    """Make a triplet of the best document of a ranking and negatives drawn from ranks `top_k` + 1 to `top_t`.
 
-    Ranks 2 to `top_k` are left out: many of them are relevant, and the model cannot tell which (ScalingNote,
-    section 4.1). A negative is not in `clicked`. Returns None for an empty ranking; a short one gives
-    fewer negatives.
+    `ranking` is (doc_id, score), best first. Ranks 2 to `top_k` are left out, because many of them are
+    relevant, and the model cannot distinguish them (ScalingNote, section 4.1). A negative is not in
+    `clicked`. Return None for an empty ranking; the triplet of a short ranking has fewer negatives.
     """
     if not ranking:
         return None
@@ -192,11 +192,11 @@ def relevance_triplet(
 def one_hop_triplets(
     evidence: pa.Table, query_ids: pa.Array, *, config: CollectConfig
 ) -> tuple[pa.Table, pa.Table, dict[str, int]]:
-    """ONE_HOP triplets and KNOWN documents of the queries in `query_ids`, and counts.
+    """Make ONE_HOP triplets and KNOWN documents of the queries in `query_ids`, and counts.
 
     Evidence of other queries is left out and counted (``ignored_rows``). A triplet with fewer than
-    ``num_negatives`` negatives, or none, is kept and counted (``short_of_negatives``): training masks what is
-    absent, and `mine` fills it.
+    ``num_negatives`` negatives, or none, is kept and counted (``short_of_negatives``): training masks missing
+    negatives, and `mine` adds them.
     """
     evidence = condense(evidence, most=MAX_EVIDENCE, seed=config.seed)
     row_of = pc.index_in(evidence["query_id"], value_set=query_ids)
@@ -235,13 +235,12 @@ def one_hop_triplets(
 def _query_triplets(
     query_id: str, exposures: list[tuple[str, int, int]], ranking: dict[str, float], config: CollectConfig
 ) -> list[tuple[str, Triplet]]:
-    """(source, triplet) of one query."""
     triplets: list[tuple[str, Triplet]] = []
     if "relevance" in config.sources:
         clicked = {doc_id for doc_id, clicks, _ in exposures if clicks}
         if triplet := relevance_triplet(query_id, list(ranking.items()), config, clicked=clicked):
             triplets.append(("relevance", triplet))
-            # The positive of the ranking is no click negative, although users passed it over.
+            # The positive of the ranking is not a click negative, although users skipped it.
             exposures = [row for row in exposures if row[1] or row[0] != triplet.positive]
     if "click" in config.sources:
         triplets += [("click", triplet) for triplet in click_triplets(query_id, exposures, config)]
@@ -262,11 +261,11 @@ def multi_hop_candidates(
     limit: int,
     seed: int,
 ) -> tuple[pa.Table, int]:
-    """MULTI_HOP rows: the ONE_HOP triplets of `source` of each pair's associate, for the pair's query.
+    """Make MULTI_HOP rows: for each pair's query, the ONE_HOP triplets of `source` of the pair's associate.
 
-    `associates` are rows of `query_ids`; `queries` may have any numbering and are copied to ``row``. An
-    associate with more than `limit` triplets provides those of the smallest seeded hash, or one popular
-    associate could fill the memory; also returned is the number of rows that this left out.
+    `associates` are rows of `query_ids`; `queries` may have any numbering and are copied to ``row``. Only the
+    `limit` triplets of an associate with the smallest seeded hashes are used: otherwise a popular associate
+    could fill the memory. Return also the number of rows that this left out.
     """
     triplets = triplets.filter(pc.equal(triplets["source"], source))
     # By query_id, not by row: rows change with the number of buckets.
@@ -282,12 +281,12 @@ def multi_hop_candidates(
     full = np.searchsorted(rows, associates, side="right") - start
     count = np.minimum(full, limit)
     pair = np.repeat(np.arange(len(associates)), count)
-    taken = triplets.take(pa.array(start[pair] + rank_within_runs(pair)))
+    pair_triplets = triplets.take(pa.array(start[pair] + rank_within_runs(pair)))
     columns = {
         "row": queries[pair],
         "via": query_ids.take(pa.array(associates[pair])),
         "strength": strength[pair],
-        **{name: taken[name] for name in ("positive", "negatives", "source")},
+        **{name: pair_triplets[name] for name in ("positive", "negatives", "source")},
     }
     return pa.table(columns, schema=MULTI_HOP), int((full - count).sum())
 
@@ -295,16 +294,16 @@ def multi_hop_candidates(
 def select_multi_hop(
     candidates: pa.Table, known: pa.Table, *, limit: int, seed: int
 ) -> tuple[pa.Table, dict[str, int]]:
-    """The MULTI_HOP candidates of one bucket's queries to train on, strongest associate first, and counts.
+    """Select the MULTI_HOP candidates of one bucket's queries to train on; return them and counts.
 
-    At most `limit` are kept per query and source, each document once, through its strongest associate. Left
-    out and counted: ``multi_already_known`` (a positive of the query itself), ``multi_contradicted`` (a
+    At most `limit` are kept per query and source, those of the strongest associates, each document once. The
+    others are counted: ``multi_already_known`` (a positive of the query itself), ``multi_contradicted`` (a
     document that the query's users or ranking rejected), ``multi_negative_is_positive`` (a negative answers
     the query, by its KNOWN documents or by another candidate), ``multi_duplicate``, ``multi_over_cap``.
     """
     usable, pairs, counts = _usable_candidates(candidates.combine_chunks(), known.combine_chunks())
     selected = candidates.filter(pa.array(usable)).append_column("pair", pa.array(pairs[usable]))
-    # Ties are common, because all triplets of one associate are equally strong. Ids must not break them.
+    # Ties are common, because all triplets of one associate are equally strong. A hash breaks them, not ids.
     keys = zip(selected["via"].to_pylist(), selected["positive"].to_pylist(), strict=True)
     hashes = [hash_fraction(f"borrow {via} {doc_id}", seed=seed) for via, doc_id in keys]
     selected = selected.append_column("hash", pa.array(hashes, pa.float64()))
@@ -327,7 +326,7 @@ def select_multi_hop(
 def _usable_candidates(
     candidates: pa.Table, known: pa.Table
 ) -> tuple[Bool[ndarray, " candidates"], Int64[ndarray, " candidates"], dict[str, int]]:
-    """Which candidates the query's evidence allows, a number for each (query, positive), and counts."""
+    """Find the candidates that the query's evidence allows, a number per (query, positive), and counts."""
     negatives = candidates["negatives"].combine_chunks()
     documents = pa.concat_arrays(
         [known["doc_id"].combine_chunks(), candidates["positive"].combine_chunks(), negatives.flatten()]

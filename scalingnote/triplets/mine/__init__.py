@@ -1,1 +1,1 @@
-"""Hard negatives for another round of stage I, mined with a dual encoder or from run files."""
+"""Hard negatives for another round of stage I, mined by a dual encoder or from run files."""

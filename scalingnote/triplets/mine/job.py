@@ -4,10 +4,10 @@
     document embeddings, by shard ──────────────────────────┴─► rankings of a piece ─┐
     TREC run files ─► lines, by the part of their query ─────────────────────────────┴─► refresh ─► triplets
 
-As in ANCE (Xiong et al. 2021), each round of training draws its negatives by the model of the last one. Each
-arrow is a step of tasks that leave files and a record: a run after a kill repeats only the tasks without one.
-A task holds a slice of a run file or a bucket of queries, never a whole run file. Actors encode, because they
-hold a tower; the driver holds names and counts.
+In each round of training, the model of the last round chooses the negatives, as in ANCE (Xiong et al. 2021).
+Each arrow is a step of tasks that write files and a record: a run after a kill repeats only the tasks without
+a record. A task holds a slice of a run file or a bucket of queries, never an entire run file. Actors encode,
+because they hold a tower; the driver holds names and counts.
 """
 
 from collections import Counter
@@ -63,7 +63,8 @@ def run(
         output: URI of the artifact.
 
     Raises:
-        DataError: no negative could be mined at all.
+        ConfigError: the run files have other checksums than the config.
+        DataError: no negative could be mined.
     """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
@@ -109,7 +110,7 @@ def run(
     if not counts["mined"] and not counts["mixed"]:
         raise DataError(
             f"no negative was mined for {source.counts['triplets']:,} triplets: widen first_rank..last_rank "
-            "or raise max_score_ratio"
+            "or increase max_score_ratio"
         )
     unchanged = [*source.names("answers/"), *source.names("generated/")]
     for name, part in cluster.map_tasks(partial(copy_part, source=source, output=output), unchanged):
@@ -121,7 +122,7 @@ def run(
 
 
 def _with_checksums(config: MineConfig) -> MineConfig:
-    """The config with the checksums of its run files; ConfigError where it names others."""
+    """Set the checksums of the run files in the config; raise ConfigError if it has others."""
     sums = tuple(fs.checksum(uri) for uri in config.runs)
     if config.runs_sha256 not in ((), sums):
         raise ConfigError(
@@ -132,7 +133,7 @@ def _with_checksums(config: MineConfig) -> MineConfig:
 
 
 def copy_part(name: str, *, source: Artifact, output: str) -> tuple[str, Part]:
-    """Copy a part of another artifact."""
+    """Copy a part of another artifact; return its name and record."""
     return name, write_file(fs.join(output, name), source.read_bytes(name))
 
 
@@ -140,22 +141,22 @@ def copy_part(name: str, *, source: Artifact, output: str) -> tuple[str, Part]:
 
 
 def _search(context: MineContext, towers: Artifact, rows: Mapping[str, int]) -> list[list[Piece]]:
-    """Search the documents for all queries; returns the pieces of each part, whose rankings are written."""
+    """Search the documents for all queries and write rankings; return the pieces of each part."""
     config, embeddings = context.config, context.embeddings
     step = partial(run_slices, folder=context.folder, section="mine")
     tasks = partial(cluster.map_tasks, resources=config.resources.without_gpus())
     write = partial(write_pieces, context=context)
     sizes = [*rows.values()]
-    cut: list[list[Piece]] = step(
+    pieces_of_parts: list[list[Piece]] = step(
         "queries", write, [*rows], each=cluster.map_tasks, unit="triplets", rows=sizes
     )
-    pieces = [piece for own in cut for piece in own]
+    pieces = [piece for part_pieces in pieces_of_parts for piece in part_pieces]
     queries = [piece["queries"] for piece in pieces]
     encode = PartStage(partial(PieceEncoder, towers, context))
     actors = partial(cluster.map_loaded, resources=config.resources)
     step("encoded", encode, pieces, each=actors, unit="queries", rows=queries)
     batches = batches_of(pieces)
-    # Of each shard, the parts and the row of a part's first document.
+    # For each shard, its parts and the row of the first document of each part.
     first = embeddings.first_rows("embeddings")
     shards = [
         {name: first[name] for name in names} for names in shuffle.slices_by_bytes(embeddings, "embeddings")
@@ -171,14 +172,14 @@ def _search(context: MineContext, towers: Artifact, rows: Mapping[str, int]) -> 
     step("search", search, items, each=tasks, unit="documents", rows=sizes)
     merge = partial(merge_shards, context=context, shards=len(shards))
     step("merge", merge, batches, each=cluster.map_tasks, unit="batches of queries")
-    return cut
+    return pieces_of_parts
 
 
 class PieceEncoder:
-    """Encodes the queries of a piece."""
+    """Worker that encodes the queries of pieces."""
 
     def __init__(self, towers: Artifact, context: MineContext) -> None:
-        import torch  # late: mining run files needs no torch
+        import torch  # late: run files are mined without torch
 
         config = context.config
         torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
@@ -207,7 +208,10 @@ def _scatter_runs(context: MineContext) -> None:
 def scatter_lines(item: tuple[int, tuple[int, FileSlice]], *, context: MineContext) -> None:
     """Write the lines of a slice of a run file to the parts of their queries.
 
-    Documents excluded from training are left out. DataError for an invalid line.
+    Documents that are excluded from training are left out.
+
+    Raises:
+        DataError: a line is invalid.
     """
     number, (file, piece) = item
     rows = read_run_slice(piece)
@@ -217,18 +221,18 @@ def scatter_lines(item: tuple[int, tuple[int, FileSlice]], *, context: MineConte
 
 
 def read_runs(number: int, triplets: pa.Table, context: MineContext) -> RankedRows:
-    """All rows of part `number` of the triplets, with what the run files say.
+    """Read the rankings of the run files for all rows of part `number` of the triplets.
 
-    Of a query in several files the last one counts.
+    If a query is in several files, the last file counts.
 
     Raises:
-        DataError: a document is there twice in a query.
-        ArtifactError: a query is in another part than its hash says, in which `collect` puts it.
+        DataError: a document occurs twice in the ranking of a query.
+        ArtifactError: a query is in another part than the one of its hash, which `collect` writes it to.
     """
     query_ids = triplets["query_id"].unique()
     if (shuffle.bucket_of(query_ids, context.buckets) != number).any():
         raise ArtifactError(
-            f"{context.triplets.uri} has queries in other parts than `collect` writes: run it"
+            f"{context.triplets.uri} has queries in other parts than `collect` writes: run it again"
         )
     lines = context.gather("lines", number, _LINES)
     lines = lines.filter(pc.is_in(lines["query_id"], value_set=query_ids))
@@ -239,7 +243,7 @@ def read_runs(number: int, triplets: pa.Table, context: MineContext) -> RankedRo
         triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), strict=True
     ):
         ranking = runs.get(query_id, [])
-        # A document below the end of a run scores at most as much as the last one.
+        # A document that is not in a run has at most the score of the last one in it.
         scores.append(dict(ranking).get(doc_id, ranking[-1][1] if ranking else None))
     return np.arange(len(triplets)), runs, scores
 
@@ -248,21 +252,21 @@ def read_runs(number: int, triplets: pa.Table, context: MineContext) -> RankedRo
 
 
 def mine_part(item: tuple[int, tuple[str, list[Piece]]], *, context: MineContext) -> JsonRecord:
-    """Write a part of triplets, whose pieces are given, with mined negatives."""
+    """Write a part of triplets with mined negatives; the item has the name and pieces of the part."""
     number, (name, pieces) = item
     table = context.triplets.table(name)
-    known = positives_by_query(table, *_answers(name, context.triplets))
+    answers = positives_by_query(table, *_answers(name, context.triplets))
     ranked = read_rankings(table, pieces, context)
     if context.config.runs:
         ranked = iter([read_runs(number, table, context)])
     tables, places, counts = [table.slice(0, 0)], [np.empty(0, np.int64)], Counter(triplets=len(table))
     for rows, rankings, scores in ranked:
-        fresh, found = refresh(
-            table.take(rows), rankings, known=known, positive_scores=scores, config=context.config
+        fresh, row_counts = refresh(
+            table.take(rows), rankings, known=answers, positive_scores=scores, config=context.config
         )
         tables.append(fresh)
         places.append(rows)
-        counts.update(found)
+        counts.update(row_counts)
     order = np.argsort(np.concatenate(places))
     fresh = pa.concat_tables(tables).take(order).combine_chunks()
     part = write_table(fs.join(context.output, name), fresh)
@@ -270,7 +274,7 @@ def mine_part(item: tuple[int, tuple[str, list[Piece]]], *, context: MineContext
 
 
 def _answers(name: str, triplets: Artifact) -> Iterator[pa.Table]:
-    """All answers of the queries of a part of triplets, if `collect` wrote them."""
+    """Yield the table of all answers of the queries of a part of triplets, if `collect` wrote it."""
     answers = name.replace("triplets/", "answers/", 1)
     if answers in triplets.manifest.parts:
         yield triplets.table(answers)
@@ -279,10 +283,11 @@ def _answers(name: str, triplets: Artifact) -> Iterator[pa.Table]:
 def candidates(
     ranking: RankedDocuments, *, known: Collection[str], positive_score: float | None, config: MineConfig
 ) -> list[str]:
-    """Documents of the rank window that may be negatives, best first.
+    """Find the documents of the rank window that may be negatives, best first.
 
-    Ranks are counted before documents are left out: those in `known`, which answer the query, and those that
-    score more than ``max_score_ratio`` times `positive_score` (if there is one, above 0), which probably do.
+    Documents in `known`, which answer the query, are left out, and those that score more than
+    ``max_score_ratio`` times `positive_score` (if it is known and above 0), because they probably answer it.
+    Ranks are counted before.
     """
     ratio = config.max_score_ratio
     bounded = ratio is not None and positive_score is not None and positive_score > 0
@@ -299,7 +304,7 @@ def refresh(
     positive_scores: Sequence[float | None],
     config: MineConfig,
 ) -> tuple[pa.Table, dict[str, int]]:
-    """Triplets with mined negatives.
+    """Replace the negatives of triplets by mined ones.
 
     Args:
         triplets: of the schema TRIPLETS.
@@ -310,8 +315,8 @@ def refresh(
 
     Returns:
         The triplets, and counts of rows: ``mined``; ``kept`` (too few candidates, or none: the old negatives
-        stay); ``mixed`` (too few of either: the mined ones, then old ones). Rows of any kind that have fewer
-        than ``num_negatives`` even so are ``short``: training masks what is absent.
+        are kept); ``mixed`` (too few of both: the mined ones, then old ones). Rows that still have fewer than
+        ``num_negatives`` are also ``short``: training masks missing negatives.
     """
     counts: Counter[str] = Counter()
     unscored: list[bool] = []
@@ -320,19 +325,19 @@ def refresh(
     for query_id, positive, old, score in zip(*columns, positive_scores, strict=True):
         ranking = rankings.get(query_id, ())
         allowed = candidates(ranking, known=known[query_id], positive_score=score, config=config)
-        drawn = draw(allowed, config.num_negatives, seed=config.seed, key=f"mined {query_id} {positive}")
-        if len(drawn) == config.num_negatives:
+        mined = draw(allowed, config.num_negatives, seed=config.seed, key=f"mined {query_id} {positive}")
+        if len(mined) == config.num_negatives:
             counts["mined"] += 1
-            negatives.append(drawn)
+            negatives.append(mined)
             unscored.append(True)
-        elif len(old) >= config.num_negatives or not drawn:
+        elif len(old) >= config.num_negatives or not mined:
             counts["kept"] += 1
             negatives.append(old[: config.num_negatives])
             unscored.append(len(old) > config.num_negatives)
         else:
             counts["mixed"] += 1
-            both = [*drawn, *(doc_id for doc_id in old if doc_id not in drawn)]
-            negatives.append(both[: config.num_negatives])
+            mixed = [*mined, *(doc_id for doc_id in old if doc_id not in mined)]
+            negatives.append(mixed[: config.num_negatives])
             unscored.append(True)
         if len(negatives[-1]) < config.num_negatives:
             counts["short"] += 1
@@ -347,7 +352,7 @@ def refresh(
 
 
 def positives_by_query(*tables: pa.Table) -> dict[str, set[str]]:
-    """Query_id -> positives, of tables with `query_id` and `positive`."""
+    """Collect query_id -> positives from tables with `query_id` and `positive`."""
     positives: dict[str, set[str]] = {}
     pairs = pa.concat_tables([table.select(["query_id", "positive"]) for table in tables])
     for query_id, positive in zip(pairs["query_id"].to_pylist(), pairs["positive"].to_pylist(), strict=True):

@@ -1,18 +1,18 @@
-"""Search of the documents for the distinct queries of triplets, and the rankings that it gives.
+"""Search of the documents for the distinct queries of triplets, and the resulting rankings.
 
     part of triplets ─► pieces: queries, and pairs of a query and its positive ─► embeddings of a piece
     pieces in order ─► batches ─┐
     parts of a shard ───────────┴─► best documents, scores of positives ─► merged over the shards of a batch
     merged results of a batch ─► rankings of each of its pieces
 
-A part's distinct queries are numbered by their first rows, so that its pieces and their pairs can be found
-again from the part alone. A shard is some parts of the embeddings. A task holds one part, a batch's queries
-and their results, and the merge holds two results: memory does not depend on the corpus. Whatever the shards,
-exact search gives the same documents.
+The distinct queries of a part are numbered by their first rows, so that its pieces and their pairs can be
+found again only from the part. A shard is some parts of the embeddings. A task holds one part, a batch's
+queries and their results, and the merge holds two results: memory does not depend on the corpus. Exact search
+finds the same documents for any shards.
 
-An inverted index of a shard (`mine.search: index`) is built by the task that needs it and thrown away. It is
-faster from about a thousand queries in a batch on. Seconds of one core for the 100 best documents of queries
-with 64 dimensions, of which 32 lists of the index found 99.5 %:
+The task that needs an inverted index of a shard (`mine.search: index`) builds and discards it. It is faster
+for batches of about a thousand queries or more. Seconds of one core for the 100 best documents of queries
+with 64 dimensions; 32 lists of the index found 99.5 % of them:
 
     documents     100,000                       1,000,000
     queries       1,000    10,000               1,000    10,000
@@ -46,24 +46,24 @@ QUERIES_PER_PIECE = 1 << 12
 QUERIES_PER_BATCH = 1 << 16
 Piece = dict[str, Any]  # JSON values: its "name", and numbers of its "queries" and "pairs"
 RankedDocuments = Sequence[tuple[str, float]]  # doc_id and score, best first
-# Rows of triplets, the rankings of their queries by query_id, and the score of each row's positive, if known.
+# Rows of triplets, the rankings of their queries by query_id, and the score of each row's positive or None.
 RankedRows = tuple[Int[ndarray, " rows"], Mapping[str, RankedDocuments], list[float | None]]
 
 
 @dataclass(frozen=True)
 class MineContext(WorkFolder):
-    """What all tasks of the stage get."""
+    """Input that all tasks of the stage share."""
 
     config: MineConfig
     triplets: Artifact
     embeddings: Artifact  # of documents
-    held_out: pa.Array  # ids of documents excluded from training
+    held_out: pa.Array  # ids of documents that are excluded from training
     output: str
 
 
 @dataclass(frozen=True)
 class QueryBatch:
-    """Queries, of length 1, and pairs of a query and a document that answers it."""
+    """Embeddings of queries, of length 1, and pairs of a query and a document that answers it."""
 
     queries: Float[ndarray, "queries dim"]
     query_rows: Int[ndarray, " pairs"]  # the query of each pair
@@ -74,7 +74,7 @@ class QueryBatch:
 
 
 def write_pieces(item: tuple[int, str], *, context: MineContext) -> list[Piece]:
-    """Write the distinct queries of a part of triplets, and their positives."""
+    """Write the distinct queries of a part of triplets and their positives; return the pieces."""
     number, name = item
     table = context.triplets.table(name, columns=["query_id", "query", "positive"])
     numbers, query_ids = _number_queries(table)
@@ -99,18 +99,18 @@ def batches_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _number_queries(triplets: pa.Table) -> tuple[Int[ndarray, " rows"], pa.Array]:
-    """The number of each row's query, and the ids of queries by number."""
+    """Number the queries of rows; return the number of each row's query, and the ids by number."""
     coded = pc.dictionary_encode(triplets["query_id"].combine_chunks())
     return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), coded.dictionary
 
 
 def _rows_between(numbers: Int[ndarray, " rows"], start: int, stop: int) -> Int[ndarray, " chosen"]:
-    """Rows of the queries from `start` to before `stop`."""
+    """Find the rows of the queries from `start` to before `stop`."""
     return np.flatnonzero((numbers >= start) & (numbers < stop))
 
 
 def _read_batch(pieces: Sequence[Piece], context: MineContext) -> QueryBatch:
-    """A batch whose queries have embeddings."""
+    """Read a batch of queries that were encoded."""
     queries, query_rows, positives, first = [], [], [], 0
     for piece in pieces:
         embeddings = arrow.to_numpy(context.read(f"{piece['name']}/embeddings")["embedding"])
@@ -134,53 +134,53 @@ def search_shard(
     shards: Sequence[Mapping[str, int]],
     share: float,
 ) -> None:
-    """Task: search a batch of queries in a shard.
+    """Search a batch of queries in a shard.
 
     Args:
         item: its number; the numbers of the batch and of the shard.
         context: of the stage.
         batches: pieces of each batch.
-        shards: of each, the names of its parts and the row of a part's first document.
-        share: of the documents that training may see, searched by a seeded hash.
+        shards: for each, the names of its parts -> the row of a part's first document.
+        share: share of the training documents that is searched, by a seeded hash.
     """
     config = context.config
     batch = _read_batch(batches[item[1][0]], context)
     best = topk.Best(len(batch.queries), config.last_rank)
     positives = np.full(len(batch.query_rows), np.nan, np.float32)
-    indexed: list[Float[ndarray, "docs dim"]] = []
+    index_vectors: list[Float[ndarray, "docs dim"]] = []
     ids: list[pa.ChunkedArray] = []
     rows: list[Int[ndarray, " docs"]] = []
     for name, first in shards[item[1][1]].items():
         table = context.embeddings.table(name, columns=["doc_id", INDEXED_VIEW])
-        kept = np.flatnonzero(pc.invert(pc.is_in(table["doc_id"], value_set=context.held_out)))
-        table = table.take(pa.array(kept))
+        kept_rows = np.flatnonzero(pc.invert(pc.is_in(table["doc_id"], value_set=context.held_out)))
+        table = table.take(pa.array(kept_rows))
         _score_positives(batch, table, positives)
         if share < 1:
             fractions = [hash_fraction(doc_id, seed=config.seed) for doc_id in table["doc_id"].to_pylist()]
-            chosen = np.flatnonzero(np.array(fractions) < share)
-            kept, table = kept[chosen], table.take(pa.array(chosen))
+            sampled = np.flatnonzero(np.array(fractions) < share)
+            kept_rows, table = kept_rows[sampled], table.take(pa.array(sampled))
         ids.append(table["doc_id"])
-        rows.append(kept + first)
+        rows.append(kept_rows + first)
         vectors = arrow.to_numpy(table[INDEXED_VIEW])
         if config.search == "index":
-            indexed.append(vectors)
+            index_vectors.append(vectors)
         else:
             best.add_documents(batch.queries, vectors, rows[-1])
     numbers = np.concatenate(rows)
-    if indexed:
-        _search_index(batch.queries, np.concatenate(indexed), numbers, best, config)
-    found = np.unique(best.ids[best.ids >= 0])
+    if index_vectors:
+        _search_index(batch.queries, np.concatenate(index_vectors), numbers, best, config)
+    best_rows = np.unique(best.ids[best.ids >= 0])
     doc_ids = pa.chunked_array([chunk for one in ids for chunk in one.chunks], pa.string())
-    names = doc_ids.take(pa.array(np.searchsorted(numbers, found)))
+    names = doc_ids.take(pa.array(np.searchsorted(numbers, best_rows)))
     folder = _found_folder(*item[1])
-    context.write(f"{folder}/documents", pa.table({"row": found, "doc_id": names}))
+    context.write(f"{folder}/documents", pa.table({"row": best_rows, "doc_id": names}))
     context.write(f"{folder}/positives", pa.table({"score": positives}))
     ranking = {"score": arrow.to_arrow(best.scores), "row": arrow.to_arrow(best.ids)}
     context.write(f"{folder}/ranking", pa.table(ranking))
 
 
 def _score_positives(batch: QueryBatch, table: pa.Table, scores: Float[ndarray, " pairs"]) -> None:
-    """Set the scores of the pairs whose document is in a table."""
+    """Set the scores of the pairs with a document that is in a table."""
     place = pc.index_in(batch.positives, value_set=table["doc_id"].combine_chunks())
     places = pc.fill_null(place, -1).to_numpy()
     present = np.flatnonzero(places >= 0)
@@ -203,7 +203,7 @@ def _search_index(
 ) -> None:
     """Add the best documents of the `nprobe` nearest lists of an inverted index (faiss IVF) over a shard.
 
-    It has as many lists as the square root of its documents.
+    The number of lists is the square root of the number of documents.
     """
     import faiss  # late: exact search needs no index
 
@@ -231,7 +231,7 @@ def _found_folder(batch: int, shard: int) -> str:
 
 
 def merge_shards(item: tuple[int, Sequence[Piece]], *, context: MineContext, shards: int) -> None:
-    """Task: merge the results of a batch over its shards, in any order, and write those of each piece."""
+    """Merge the results of a batch over its shards, in any order, and write those of each piece."""
     number, pieces = item
     queries, pairs = (sum(piece[name] for piece in pieces) for name in ("queries", "pairs"))
     best, positives = topk.Best(queries, context.config.last_rank), np.full(pairs, np.nan, np.float32)
@@ -241,18 +241,20 @@ def merge_shards(item: tuple[int, Sequence[Piece]], *, context: MineContext, sha
         scores, rows = (arrow.to_matrix(ranking[name]) for name in ("score", "row"))
         for block in topk.query_blocks(queries):
             best.add(block, scores[block], rows[block])
-        scored = context.read(f"{folder}/positives")["score"].to_numpy()
-        positives = np.where(np.isnan(scored), positives, scored)
-    found = pa.array(np.unique(best.ids[best.ids >= 0]))
+        shard_scores = context.read(f"{folder}/positives")["score"].to_numpy()
+        positives = np.where(np.isnan(shard_scores), positives, shard_scores)
+    best_rows = pa.array(np.unique(best.ids[best.ids >= 0]))
     tables = (context.read(f"{folder}/documents") for folder in folders)
-    documents = pa.concat_tables([table.filter(pc.is_in(table["row"], value_set=found)) for table in tables])
+    documents = pa.concat_tables(
+        [table.filter(pc.is_in(table["row"], value_set=best_rows)) for table in tables]
+    )
     documents = documents.sort_by("row").combine_chunks()
     query = pair = 0
     for piece in pieces:
         lines = slice(query, query := query + piece["queries"])
         _write_rankings(f"{piece['name']}/rankings", best, lines, documents, context)
-        own = positives[pair : (pair := pair + piece["pairs"])]
-        context.write(f"{piece['name']}/positives", pa.table({"score": pa.array(own, from_pandas=True)}))
+        scores = positives[pair : (pair := pair + piece["pairs"])]
+        context.write(f"{piece['name']}/positives", pa.table({"score": pa.array(scores, from_pandas=True)}))
 
 
 def _write_rankings(
@@ -272,16 +274,16 @@ def _write_rankings(
 
 
 def read_rankings(triplets: pa.Table, pieces: Sequence[Piece], context: MineContext) -> Iterator[RankedRows]:
-    """The rows of a part of triplets, whose `pieces` are given, piece by piece, with what was found."""
+    """Yield the rows of a part of triplets, piece by piece, with the rankings of their queries."""
     numbers, query_ids = _number_queries(triplets)
     start = 0
     for piece in pieces:
         stop = start + piece["queries"]
-        ranked = context.read(f"{piece['name']}/rankings")
+        table = context.read(f"{piece['name']}/rankings")
         columns = (
             query_ids[start:stop].to_pylist(),
-            ranked["doc_id"].to_pylist(),
-            ranked["score"].to_pylist(),
+            table["doc_id"].to_pylist(),
+            table["score"].to_pylist(),
         )
         rankings = {
             query_id: list(zip(doc_ids, scores, strict=True))

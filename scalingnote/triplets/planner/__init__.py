@@ -1,1 +1,1 @@
-"""The query planner: how important each word of a query is."""
+"""The query planner: the importance of each word of a query."""

@@ -1,20 +1,20 @@
-"""What a learned planner learns from: words that the positives of sampled queries repeat.
+"""Examples for a learned planner: words that the positives of sampled queries repeat.
 
     queries ─► a sample ─► their positives, a sample of each ─► texts of these ─► the target of each word
 
-The target is DeepCT's query term recall r, the share of a query's positives that have the word: a word that
-chosen documents repeat is one the query is about, unlike "how", "please" or "near me". Stop words are in all
-documents, chosen or not. DeepCT removes them by a list; here the recall that chance explains is subtracted:
+The target is based on DeepCT's query term recall r, the share of a query's positives that have the word: the
+words that positives repeat are the subject of the query, unlike "how", "please" or "near me". Stop words are
+in all documents. DeepCT removes them by a list; here the recall that chance explains is subtracted:
 
     recall r   = share of the query's positives that have the word
     chance c   = share of the other queries' positives that have it
     target     = max(0, r - c)
 
-Dividing by 1 - c (Cohen's kappa) would give "the" a target of 1 whenever a query's only positive has it.
+A division by 1 - c (Cohen's kappa) would result in a target of 1 for "the" whenever a query's only positive
+has it.
 
-Slices of the tables are read in tasks. Queries are sampled by a hash. What is in the sample of a query's
-positives is in that of its slice, so samples are sampled again; nothing holds more than the samples and one
-slice.
+Tasks read slices of the tables. Queries are sampled by a hash. The sample of a query's positives is a part of
+the samples of all slices, so these are sampled again; a task holds at most the samples and one slice.
 """
 
 from collections import Counter
@@ -39,8 +39,8 @@ from scalingnote.triplets.planner.planner import words
 from scalingnote.triplets.work_folder import WorkFolder, read_slice
 
 POSITIVE_SOURCES = {"clicks": ("impressions", "clicked"), "judgements": ("qrels", "relevance")}
-MAX_QUERIES = 100_000  # to learn from, about, drawn evenly
-MAX_QUERY_POSITIVES = 20  # read of a query, drawn evenly
+MAX_QUERIES = 100_000  # approximate number of queries to train on, drawn evenly
+MAX_QUERY_POSITIVES = 20  # positives of a query that are read, drawn evenly
 _PAIRS = pa.schema({"query_id": pa.string(), "doc_id": pa.string()})
 _ROWS_BEFORE_FOLD = 1 << 20
 Examples = tuple[list[list[str]], list[Float32[ndarray, " _"]], int]
@@ -48,21 +48,21 @@ Examples = tuple[list[list[str]], list[Float32[ndarray, " _"]], int]
 
 @dataclass(frozen=True)
 class ExampleContext(WorkFolder):
-    """What all tasks get; tables are in one bucket."""
+    """Input that all tasks share; tables are in one bucket."""
 
     config: Learned
     dataset: Artifact
-    held_out: pa.Array  # ids of documents that training may not see
+    held_out: pa.Array  # ids of documents that training must not use
 
     def is_sampled(self, query_ids: pa.ChunkedArray) -> pa.Array:
-        """Whether each query is one to learn from, as far as its id says: by a seeded hash."""
+        """Return whether each query is in the sample to train on, by a seeded hash of its id."""
         queries = sum(self.dataset.rows_of(self.dataset.table_parts("queries")).values())
         share = min(MAX_QUERIES / max(queries, 1), 1.0)
         return pa.array(_random_keys(query_ids, seed=self.config.seed) <= share * (2.0**64 - 1))
 
 
 def gather_examples(context: ExampleContext, *, each: TaskRunner) -> None:
-    """Write what :func:`read_examples` reads: sampled queries and the texts of their positives."""
+    """Write sampled queries and the texts of their positives, for :func:`read_examples`."""
     do = partial(run_slices, folder=context.folder, each=each, section="planner")
     dataset = context.dataset
     do("queries", partial(_take_queries, context=context), slices(dataset, "queries"))
@@ -77,7 +77,7 @@ def gather_examples(context: ExampleContext, *, each: TaskRunner) -> None:
 
 
 def read_examples(context: ExampleContext) -> Examples:
-    """The words of queries in random order, the target of each word, and the number of positive pairs."""
+    """Read the words of queries in random order, their targets, and the number of positive pairs."""
     queries, pairs = context.gather("queries", 0, QUERIES), context.read("pairs")
     keys = _random_keys(queries["query_id"], seed=context.config.seed)
     queries = queries.append_column("key", pa.array(keys))
@@ -101,7 +101,7 @@ def read_examples(context: ExampleContext) -> Examples:
 
 
 def _take_queries(item: NumberedSlice, *, context: ExampleContext) -> int:
-    """A sample of the training queries of a slice."""
+    """Sample the training queries of a slice."""
     table = read_slice(context.dataset, item[1], QUERIES.names)
     table = table.filter(pc.equal(table["split"], "train"))
     sampled = table.filter(context.is_sampled(table["query_id"]))
@@ -110,7 +110,7 @@ def _take_queries(item: NumberedSlice, *, context: ExampleContext) -> int:
 
 
 def _take_positives(item: tuple[int, tuple[str, list[str]]], *, context: ExampleContext) -> int:
-    """A sample of the positives, which training may see, of the sampled queries in a slice of a log."""
+    """Sample the training documents that are positives of sampled queries in a slice of a log."""
     number, (kind, parts) = item
     column = POSITIVE_SOURCES[kind][1]
     table = read_slice(context.dataset, parts, [*_PAIRS.names, column])
@@ -123,7 +123,7 @@ def _take_positives(item: tuple[int, tuple[str, list[str]]], *, context: Example
 
 
 def _join_positives(item: tuple[int, str], *, context: ExampleContext) -> int:
-    """The sample of all positives of training queries, in a table of the name given."""
+    """Sample all positives of training queries; the item is the name of the output table."""
     query_ids = context.gather("queries", 0, QUERIES)["query_id"].combine_chunks()
     tables = shuffle.stream(context.path("positives"), 0)
     train = (table.filter(pc.is_in(table["query_id"], value_set=query_ids)) for table in tables)
@@ -132,14 +132,16 @@ def _join_positives(item: tuple[int, str], *, context: ExampleContext) -> int:
 
 
 def _take_texts(item: NumberedSlice, *, context: ExampleContext) -> int:
-    """The texts of the positives in a slice of the documents."""
+    """Write the texts of the positives in a slice of the documents."""
     doc_ids = context.read("pairs")["doc_id"].combine_chunks()
     tables = []
     for part in item[1]:
         table = context.dataset.table(part, ["doc_id", *TEXT_COLUMNS])
         tables.append(table.filter(pc.is_in(table["doc_id"], value_set=doc_ids)))
-    found = pa.concat_tables(tables)
-    texts = pa.table({"doc_id": found["doc_id"], "text": pa.array(document_texts(found), pa.string())})
+    positives = pa.concat_tables(tables)
+    texts = pa.table(
+        {"doc_id": positives["doc_id"], "text": pa.array(document_texts(positives), pa.string())}
+    )
     context.scatter(texts, "doc_id", "texts", f"{item[0]:05d}")
     return len(texts)
 
@@ -148,16 +150,16 @@ def _take_texts(item: NumberedSlice, *, context: ExampleContext) -> int:
 
 
 def sample_positives(pairs: Iterable[pa.Table], *, most: int, seed: int) -> pa.Table:
-    """Distinct (query_id, doc_id) pairs, a uniform sample of at most `most` per query, by query.
+    """Draw a uniform sample of at most `most` distinct (query_id, doc_id) pairs per query, sorted by query.
 
-    At most twice the sampled pairs are held, however many clicks there are.
+    The memory is bounded by the sampled pairs and one table of `pairs`, for any number of clicks.
     """
-    kept: list[pa.Table] = [_PAIRS.empty_table()]
+    tables: list[pa.Table] = [_PAIRS.empty_table()]
     for table in pairs:
-        kept.append(table.select(_PAIRS.names))
-        if sum(map(len, kept[1:])) > max(len(kept[0]), _ROWS_BEFORE_FOLD):
-            kept = [_sample_per_query(pa.concat_tables(kept), most, seed=seed)]
-    return _sample_per_query(pa.concat_tables(kept), most, seed=seed)
+        tables.append(table.select(_PAIRS.names))
+        if sum(map(len, tables[1:])) > max(len(tables[0]), _ROWS_BEFORE_FOLD):
+            tables = [_sample_per_query(pa.concat_tables(tables), most, seed=seed)]
+    return _sample_per_query(pa.concat_tables(tables), most, seed=seed)
 
 
 def term_recall(
@@ -165,11 +167,11 @@ def term_recall(
     queries_of: Mapping[str, Sequence[int]],
     documents: Iterable[tuple[str, Sequence[str]]],
 ) -> list[Float32[ndarray, " _"] | None]:
-    """The target of each distinct word of each query (see the docstring of the module).
+    """Compute the target of each distinct word of each query (see the docstring of the module).
 
     Args:
         queries: the words of each query.
-        queries_of: doc_id -> the queries (indices) of which it is a positive.
+        queries_of: doc_id -> indices of the queries that it is a positive of.
         documents: (doc_id, words) of positives; they are streamed.
 
     Returns:

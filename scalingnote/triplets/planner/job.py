@@ -1,7 +1,7 @@
-"""The planner stage on Ray: word statistics of a data set, or an encoder trained on its positives.
+"""The planner stage on Ray: word statistics of a dataset, or an encoder trained on its positives.
 
     statistics   texts -> frequencies of words, without rare ones (lexical/words.py) -> words.parquet
-    learned      train queries and their positives -> examples.py -> a trained encoder             -> encoder/
+    learned      training queries and their positives -> examples.py -> a trained encoder          -> encoder/
 
 The driver holds at most MAX_WORDS words.
 """
@@ -32,13 +32,17 @@ from scalingnote.triplets.planner.planner import WORD_COUNTS, words
 
 log = get_logger("planner")
 TEXTS_PER_BATCH = 4096
-MAX_WORDS = 2_000_000  # kept, the most frequent ones; 12 bytes each
-MIN_DF = 2  # texts that hold a word: rarer ones are mostly misspellings
-VALIDATION_FRACTION = 0.1  # of the queries, which only measure
+MAX_WORDS = 2_000_000  # the most frequent ones are kept; 12 bytes each
+MIN_DF = 2  # minimum number of texts with a word: rarer words are mostly misspellings
+VALIDATION_FRACTION = 0.1  # of the queries, for validation only
 
 
 def run(config: PlannerConfig, *, dataset: str, output: str) -> Artifact:
-    """Build the `planner` artifact of a data set; DataError if it has nothing to learn from."""
+    """Build the `planner` artifact of a dataset.
+
+    Raises:
+        DataError: the dataset has no words to count, or no positives to train on.
+    """
     source = open_artifact(dataset, kind="dataset")
     draft = Draft(output, kind="planner", config=config, parents={"dataset": source})
     if draft.finished:
@@ -59,7 +63,7 @@ def run(config: PlannerConfig, *, dataset: str, output: str) -> Artifact:
 
 
 def _count(config: Statistics, source: Artifact, draft: Draft) -> dict[str, int]:
-    found = count_frequencies(
+    frequencies = count_frequencies(
         slices(source, config.corpus),
         partial(_read_words, dataset=source, config=config),
         texts=sum(source.rows_of(source.table_parts(config.corpus)).values()),
@@ -69,20 +73,20 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> dict[str, int]
         each=partial(cluster.map_tasks, resources=config.resources),
         section="planner",
     )
-    if not found.distinct:
-        raise DataError(f"{source.uri}: none of {found.texts:,} {config.corpus} has a word to count")
-    kept = read_table(found.words).rename_columns(WORD_COUNTS.names)
-    draft.write_table("words.parquet", kept)
+    if not frequencies.distinct:
+        raise DataError(f"{source.uri}: none of {frequencies.texts:,} {config.corpus} has a word to count")
+    frequent_words = read_table(frequencies.words).rename_columns(WORD_COUNTS.names)
+    draft.write_table("words.parquet", frequent_words)
     return {
-        "texts": found.texts,
-        "words": len(kept),
-        "rare_words_left_out": found.distinct - found.frequent,
-        "words_over_max_words": found.frequent - len(kept),
+        "texts": frequencies.texts,
+        "words": len(frequent_words),
+        "rare_words_left_out": frequencies.distinct - frequencies.frequent,
+        "words_over_max_words": frequencies.frequent - len(frequent_words),
     }
 
 
 def _read_words(parts: Sequence[str], *, dataset: Artifact, config: Statistics) -> Iterator[list[str]]:
-    """The words of every text that counts in some parts."""
+    """Yield the words of each text of some parts that is counted."""
     columns: list[str] = [*config.fields] if config.corpus == "documents" else ["query", "split"]
     for part in parts:
         for batch in dataset.batches(part, rows=TEXTS_PER_BATCH, columns=columns):
@@ -90,7 +94,7 @@ def _read_words(parts: Sequence[str], *, dataset: Artifact, config: Statistics) 
 
 
 def _texts(batch: pa.RecordBatch, config: Statistics) -> list[str]:
-    """All documents, since an index has all of them; of the queries those of the train split."""
+    """Return all documents, because an index has all of them, or the queries of the training split."""
     if config.corpus == "queries":
         train: list[str] = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
         return train
@@ -122,17 +126,22 @@ def _train(context: ExampleContext, target: str) -> tuple[dict[str, int], dict[s
         sources = " or ".join(config.positives)
         raise DataError(
             f"{context.dataset.uri}: no training query has a positive by {sources} among the documents that "
-            "training may see: name another source in planner.positives"
+            "training may use: set another source in planner.positives"
         )
-    # The examples are in random order already: the first ones are for validation.
-    held = min(round(len(texts) * VALIDATION_FRACTION), len(texts) - 1)
-    model = learned.build_regressor(config, texts[held:])
+    # The examples are already in random order: the first ones are for validation.
+    held_out_count = min(round(len(texts) * VALIDATION_FRACTION), len(texts) - 1)
+    model = learned.build_regressor(config, texts[held_out_count:])
     model.to("cuda" if config.resources.gpus_per_worker and torch.cuda.is_available() else "cpu")
-    losses = learned.fit_regressor(model, texts[held:], targets[held:], config=config)
+    losses = learned.fit_regressor(model, texts[held_out_count:], targets[held_out_count:], config=config)
     facts: dict[str, Any] = {"loss": [round(loss, 6) for loss in losses]}
-    if held:
-        expected, mean = np.concatenate(targets[:held]), np.concatenate(targets[held:]).mean()
-        facts["validation_mse"] = round(float(((model.score(texts[:held]) - expected) ** 2).mean()), 6)
+    if held_out_count:
+        expected, mean = (
+            np.concatenate(targets[:held_out_count]),
+            np.concatenate(targets[held_out_count:]).mean(),
+        )
+        facts["validation_mse"] = round(
+            float(((model.score(texts[:held_out_count]) - expected) ** 2).mean()), 6
+        )
         facts["validation_mse_of_the_mean"] = round(float(((mean - expected) ** 2).mean()), 6)
     with tempfile.TemporaryDirectory() as folder:
         model.cpu().save(Path(folder))

@@ -1,14 +1,14 @@
 """A small encoder that predicts the importance of words (DeepCT, Dai and Callan 2019).
 
-    words  -> tokens   [queries, tokens]           each word is tokenised alone, so that it owns its tokens
-           -> hidden   [queries, tokens, hidden]   the encoder reads the whole query
+    words  -> tokens   [queries, tokens]           each word is tokenised separately: no token spans two words
+           -> hidden   [queries, tokens, hidden]   the encoder reads the complete query
            -> logits   [queries, tokens]           one weight vector
            -> scores   [terms]                     sigmoid at the first token of each distinct word
 
 DeepCT regresses the target with a squared error and clips scores to [0, 1]. Here a sigmoid bounds them, so
-that scores do not tie at the ends; it is trained with cross entropy, which has the same minimum.
+that scores are not equal at the ends; it is trained with cross entropy, which has the same minimum.
 
-The targets are those of :mod:`scalingnote.triplets.planner.job`.
+The targets are those of :mod:`scalingnote.triplets.planner.examples`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +32,9 @@ from scalingnote.models.config import Scratch
 from scalingnote.models.prompt import without_limits
 from scalingnote.triplets.config import Learned
 
-NOT_READ = -1  # position of a word behind the last token that the encoder reads
+NOT_READ = -1  # position of a word after the last token that the encoder reads
 _QUERIES_PER_BATCH = 256
-BATCH_QUERIES = 64  # of a training step
+BATCH_QUERIES = 64  # per training step
 WARMUP = 0.1  # share of the steps
 
 
@@ -52,7 +52,9 @@ class TermRegressor(nn.Module):
     def __init__(self, backbone: Backbone, *, max_length: int) -> None:
         super().__init__()
         if backbone.causal:
-            raise ConfigError("the planner's backbone reads one way only: name a bidirectional encoder")
+            raise ConfigError(
+                "the planner's backbone reads only in one direction: set a bidirectional encoder"
+            )
         if backbone.max_positions is not None and max_length > backbone.max_positions:
             raise ConfigError(
                 f"max_length={max_length}, but the backbone reads {backbone.max_positions} tokens: lower it"
@@ -65,9 +67,9 @@ class TermRegressor(nn.Module):
         self._tokens = without_limits(backbone.raw_tokenizer)
 
     def rows(self, texts: Sequence[Sequence[str]]) -> list[TermTokens]:
-        """Token rows of texts given as words."""
+        """Tokenise texts, which are lists of words."""
         unique = list(dict.fromkeys(word for text in texts for word in text))
-        # Byte-level vocabularies have words with the space before them.
+        # Byte-level vocabularies have words together with the space before them.
         encoded = self._tokens.encode_batch_fast([f" {word}" for word in unique], add_special_tokens=False)
         ids_of = {word: encoding.ids for word, encoding in zip(unique, encoded, strict=True)}
         return [self._row(text, ids_of) for text in texts]
@@ -84,7 +86,7 @@ class TermRegressor(nn.Module):
         return TermTokens(ids + tail, [position.get(word, NOT_READ) for word in dict.fromkeys(text)])
 
     def forward(self, rows: Sequence[TermTokens]) -> Float[Tensor, " terms"]:
-        """Logits of the distinct words of all rows; undefined for words that are not read."""
+        """Compute logits of the distinct words of all rows; undefined for words that are not read."""
         device = self.head.weight.device
         tokens = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self._special.pad).to(device)
@@ -98,18 +100,18 @@ class TermRegressor(nn.Module):
 
     @torch.inference_mode()
     def score(self, texts: Sequence[Sequence[str]]) -> Float32[ndarray, " terms"]:
-        """Importances of the distinct words of each text; 0 for a word the encoder does not read."""
+        """Compute importances of the distinct words of each text; 0 for a word that is not read."""
         rows = self.rows(texts)
         scores = [np.zeros(0, dtype=np.float32)] * len(rows)
-        # Sorted by length, so that little of a batch is padding.
+        # Sorted by length, so that a batch has little padding.
         order = sorted((i for i in range(len(rows)) if texts[i]), key=lambda i: len(rows[i].ids))
         for start in range(0, len(order), _QUERIES_PER_BATCH):
             chosen = order[start : start + _QUERIES_PER_BATCH]
             logits = self([rows[i] for i in chosen])
             sizes = [len(rows[i].positions) for i in chosen]
             for i, values in zip(chosen, torch.sigmoid(logits).cpu().split(sizes), strict=True):
-                read = np.array(rows[i].positions) != NOT_READ
-                scores[i] = np.where(read, values.numpy(), np.float32(0))
+                is_read = np.array(rows[i].positions) != NOT_READ
+                scores[i] = np.where(is_read, values.numpy(), np.float32(0))
         return np.concatenate([np.zeros(0, dtype=np.float32), *scores])
 
     def save(self, folder: Path) -> None:
@@ -122,7 +124,7 @@ class TermRegressor(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, *, max_length: int) -> "TermRegressor":
-        """Read a folder written by :meth:`save`; ArtifactError when it is not one."""
+        """Read a folder that :meth:`save` wrote; raise ArtifactError if it is another folder."""
         try:
             head = load_file(folder / "head.safetensors")
         except FileNotFoundError:
@@ -133,7 +135,7 @@ class TermRegressor(nn.Module):
 
 
 def build_regressor(config: Learned, texts: Sequence[Sequence[str]]) -> TermRegressor:
-    """An untrained model; a scratch backbone learns its tokenizer from `texts`."""
+    """Build an untrained model; the tokenizer of a scratch backbone is trained on `texts`."""
     tokenizer = None
     if isinstance(config.backbone, Scratch):
         joined = (" " + " ".join(text) for text in texts)
@@ -171,9 +173,9 @@ def fit_regressor(
             total = 0.0
             for chosen in _batches(len(rows), config, epoch=epoch):
                 batch = [rows[i] for i in chosen]
-                read = torch.tensor([p != NOT_READ for row in batch for p in row.positions], device=device)
+                is_read = torch.tensor([p != NOT_READ for row in batch for p in row.positions], device=device)
                 target = torch.from_numpy(np.concatenate([targets[i] for i in chosen])).to(device)
-                loss = binary_cross_entropy_with_logits(model(batch)[read], target[read])
+                loss = binary_cross_entropy_with_logits(model(batch)[is_read], target[is_read])
                 if not torch.isfinite(loss):
                     raise TrainingError(f"the planner's loss is {loss:g} in epoch {epoch}: lower peak_lr")
                 optimizer.zero_grad(set_to_none=True)
@@ -189,7 +191,7 @@ def fit_regressor(
 
 
 def _batches(rows: int, config: Learned, *, epoch: int) -> Iterator[list[int]]:
-    """Every row once, in an order that depends on the seed and the epoch."""
+    """Yield batches with every row once, in an order that depends on the seed and the epoch."""
     order = np.random.Generator(np.random.Philox(key=[config.seed, epoch])).permutation(rows).tolist()
     for start in range(0, rows, BATCH_QUERIES):
         yield order[start : start + BATCH_QUERIES]

@@ -1,1 +1,1 @@
-"""Pseudo-queries: texts drawn from documents, which a teacher encodes in place of users' queries."""
+"""Pseudo-queries: texts drawn from documents that a teacher encodes instead of queries of users."""

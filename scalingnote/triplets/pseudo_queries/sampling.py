@@ -1,8 +1,8 @@
-"""Draw pseudo-queries from one document: the same texts on every machine for one seed.
+"""Draws of pseudo-queries from one document, the same texts on every machine for one seed.
 
-    document -> units (words; of scripts without spaces up to two characters) -> title, window, question...
+    document -> units (words; up to two characters in scripts without spaces) -> title, window, question...
 
-Phrases and keywords resemble short queries, windows and sentences long ones, and questions, in English and
+Phrases and keywords resemble short queries, windows and sentences long ones. Questions, in English and
 Chinese, have words that documents lack ("how", "can I").
 """
 
@@ -16,37 +16,37 @@ from importlib import resources
 from scalingnote.core.words import HAN, SENTENCE_END, UNSPACED, fold, marks
 from scalingnote.triplets.config import PseudoQueriesConfig, TextKind
 
-MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
+MAX_UNIT_CHARACTERS = 2048  # limit for texts without spaces, which are one unit
 _HAN = re.compile(f"[{HAN}]")
 _LATIN = re.compile(r"[A-Za-z]")
 _SPACE = re.compile(r"\s+")
 _CLAUSE_END = re.compile(r"[,;:()\[\].!?，。；：！？]+(?:\s+|$)")
-WINDOW_WORDS = (2, 16)  # least and most
+WINDOW_WORDS = (2, 16)  # minimum and maximum
 MAX_SENTENCE_WORDS = 32  # of a title or sentence; the rest is cut
-_PHRASE_WORDS = (1, 8)  # least and most, before function words at its ends are removed
+_PHRASE_WORDS = (1, 8)  # minimum and maximum, before function words at the ends are removed
 _KEYWORDS = (2, 8)
-_KEYWORD_SPAN = 60  # content words of a document among which keywords are drawn
+_KEYWORD_SPAN = 60  # consecutive content words of a document that keywords are drawn from
 _LOWER_CASE_SHARE = 0.3  # of windows, sentences and phrases: users rarely write capitals
 _FOLDER = resources.files("scalingnote.triplets.pseudo_queries")
 ENGLISH_TEMPLATES, CHINESE_TEMPLATES = (
     (_FOLDER / f"questions_{language}.txt").read_text(encoding="utf-8").splitlines()
     for language in ("en", "zh")
-)  # of questions; {} takes a phrase
+)  # templates of questions; a phrase replaces {}
 FUNCTION_WORDS = frozenset((_FOLDER / "function_words.txt").read_text().split())
 
 
 def draw(
     key: int, title: str, content: str, config: PseudoQueriesConfig, *, per_document: float | None
 ) -> Iterator[str]:
-    """The pseudo-queries of a document.
+    """Draw the pseudo-queries of a document.
 
     Args:
-        key: seeds the draws, together with the config's seed.
+        key: seed of the draws, together with the config's seed.
         title: may be empty.
-        content: without sentences it gives fewer texts; an empty document gives none.
+        content: fewer texts are drawn from one without sentences, and none from an empty document.
         config: kinds and their shares.
-        per_document: expected number of draws, in whole numbers and one more by chance; None draws one text
-            of each kind.
+        per_document: expected number of draws: its integer part, and one more with the probability of its
+            fraction; None: one text of each kind.
     """
     rng = random.Random(key ^ config.seed * 0x9E3779B97F4A7C15)
     kinds: list[TextKind] = list(config.mix)
@@ -70,17 +70,16 @@ class _Parts:
 
     title: str
     sentences: list[str]
-    words: list[list[str]]
-    """Units of the title and of each sentence; empty lists are left out."""
+    words: list[list[str]]  # units of the title and of each sentence; empty lists are left out
 
 
 def _by_length(choices: list[list[str]], rng: random.Random) -> list[str]:
-    """One of some lists, drawn with a probability by its length; an empty one if there are none."""
+    """Draw one of some lists, with a probability by its length; return an empty list if there are none."""
     return rng.choices(choices, [len(words) for words in choices])[0] if choices else []
 
 
 def units(text: str) -> list[str]:
-    """Words with the space after them; characters in scripts without spaces."""
+    """Split a text into words with the space after them, or characters in scripts without spaces."""
     return [unit[:MAX_UNIT_CHARACTERS] for unit in _unit().findall(text)]
 
 
@@ -97,12 +96,12 @@ def _word() -> re.Pattern[str]:
 
 @cache
 def _edge() -> re.Pattern[str]:
-    """What is no part of a word, at either end of a text."""
+    """Return the pattern of characters that are not part of a word, at both ends of a text."""
     return re.compile(rf"^[^\w{marks()}]+|[^\w{marks()}]+$")
 
 
 def cut(text: str, words: int) -> str:
-    """The first `words` units of a text."""
+    """Cut a text to its first `words` units."""
     all_units = units(text)
     return text.strip() if len(all_units) <= words else "".join(all_units[:words]).strip()
 
@@ -120,12 +119,12 @@ def _sentence(parts: _Parts, rng: random.Random) -> str:
 
 
 def _window(parts: _Parts, rng: random.Random) -> str:
-    """Consecutive units of the title or of one sentence, drawn with a probability by its length."""
+    """Draw consecutive units of the title or of one sentence, with a probability by its length."""
     return "".join(_some_words(_by_length(parts.words, rng), WINDOW_WORDS, rng)).strip()
 
 
 def _some_words(words: list[str], bounds: tuple[int, int], rng: random.Random) -> list[str]:
-    """Consecutive words; their number is drawn between two bounds. None of none."""
+    """Draw consecutive words, their number between two bounds; none if there are no words."""
     if not words:
         return []
     length = min(rng.randint(*bounds), len(words))
@@ -134,7 +133,7 @@ def _some_words(words: list[str], bounds: tuple[int, int], rng: random.Random) -
 
 
 def _title_window(parts: _Parts, rng: random.Random) -> str:
-    """Part of the title and a short window, in either order."""
+    """Draw part of the title and a short window, in either order."""
     words = units(parts.title)[: rng.randint(2, 10)]
     window = cut(_window(parts, rng), 8)
     pieces = ["".join(words).strip(), window]
@@ -142,7 +141,7 @@ def _title_window(parts: _Parts, rng: random.Random) -> str:
 
 
 def _phrase(parts: _Parts, rng: random.Random) -> str:
-    """Consecutive words of one clause, without function words at either end."""
+    """Draw consecutive words of one clause, without function words at both ends."""
     sentence = "".join(_by_length(parts.words, rng))
     clauses = [words for clause in _CLAUSE_END.split(sentence) if (words := units(clause))]
     words = _some_words(_by_length(clauses, rng), _PHRASE_WORDS, rng)
@@ -151,7 +150,7 @@ def _phrase(parts: _Parts, rng: random.Random) -> str:
 
 
 def _keywords(parts: _Parts, rng: random.Random) -> str:
-    """Content words of a section of the document, in their order; longer words are drawn more often."""
+    """Draw content words of a section of the document, in their order, longer words more often."""
     words = [word for sentence in parts.words for unit in sentence for word in _word().findall(unit)]
     words = [word for word in words if len(word) > 1 and fold(word) not in FUNCTION_WORDS]
     if not words:
@@ -165,8 +164,8 @@ def _keywords(parts: _Parts, rng: random.Random) -> str:
 
 
 def _question(parts: _Parts, rng: random.Random) -> str:
-    """A phrase in a template of its language; alone, if there are none in that language."""
-    template = rng.choice(ENGLISH_TEMPLATES)  # its pieces tell which language it is
+    """Draw a phrase in a template of its language, or only the phrase if its language has no templates."""
+    template = rng.choice(ENGLISH_TEMPLATES)  # the pieces that are drawn for it determine the language
     pieces = [_question_piece(parts, rng) for _ in range(template.count("{}"))]
     chinese = [bool(_HAN.search(piece)) for piece in pieces]
     if not any(chinese) and all(map(_LATIN.search, pieces)):
@@ -182,7 +181,7 @@ def _question(parts: _Parts, rng: random.Random) -> str:
 
 
 def _question_piece(parts: _Parts, rng: random.Random) -> str:
-    """The text for a template: a phrase, sometimes a window or the beginning of the title."""
+    """Draw the text for a template: a phrase, sometimes a window or the beginning of the title."""
     chance = rng.random()
     if chance < 0.15 and parts.title:
         text = cut(parts.title, rng.randint(2, 8))
