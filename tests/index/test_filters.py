@@ -60,16 +60,16 @@ def test_a_mask_equals_row_by_row(where: dict[str, Any]) -> None:
     [
         ({"colour": "red"}, "no filter by 'colour': this index has topic, price, stock, new"),
         ({"topic": {"min": 1}}, "filter topic: only numbers have ranges"),
-        ({"price": {"low": 1}}, "is no range, it has min, max or both"),
-        ({"price": {}}, "is no range"),
-        ({"price": {"min": "1"}}, "filter price: '1' is no value of a field of type float"),
+        ({"price": {"low": 1}}, "is not a range: pass min, max or both"),
+        ({"price": {}}, "is not a range"),
+        ({"price": {"min": "1"}}, "filter price: '1' is not a value of a field of type float"),
         ({"stock": True}, "filter stock: True is no value"),
-        ({"new": 1}, "filter new: 1 is no value of a field of type bool"),
+        ({"new": 1}, "filter new: 1 is not a value of a field of type bool"),
         (
             {"topic": "half \ud800 pair"},
-            r"filter topic: 'half \\ud800 pair' is no value of a field of type string",
+            r"filter topic: 'half \\ud800 pair' is not a value of a field of type string",
         ),
-        ({"topic": ["a", 3]}, "filter topic: 3 is no value of a field of type string"),
+        ({"topic": ["a", 3]}, "filter topic: 3 is not a value of a field of type string"),
     ],
 )
 def test_a_filter_that_cannot_be_asked_is_refused(where: dict[str, Any], message: str) -> None:

@@ -199,7 +199,7 @@ def test_fewer_documents_than_k_leave_the_rest_empty(
     [
         (IVFPQ(m=7), 12, r"index.family.m=7 does not divide .* dim 24: set index.family.m=6"),
         (FastScan(m=7), 12, r"index.family.m=7 does not divide .* dim 24: set index.family.m=12"),
-        (FastScan(), 21, r"index.nlist=21 needs as many training documents, found 20"),
+        (FastScan(), 21, r"index.nlist=21 needs 21 training documents, found 20"),
         (IVFPQ(), 12, r"codes of 8 bits need 256 training documents, found 20: set index.family.kind=flat"),
     ],
 )

@@ -57,11 +57,11 @@ def test_rows_set_aside_are_named_by_their_place_in_what_was_sent(live: LiveInde
 def test_what_is_no_id_is_refused_before_anything_is_deleted(
     live: LiveIndex, unchecked: None, wrong: object
 ) -> None:
-    with pytest.raises(DataError, match=f"{wrong!r} is no doc_id"):
+    with pytest.raises(DataError, match=f"{wrong!r} is not a doc_id"):
         live.delete(["d1", "d30", wrong])
     assert len(live) == 40
     if wrong != "":
-        with pytest.raises(DataError, match=f"{wrong} is no doc_id"):
+        with pytest.raises(DataError, match=f"{wrong} is not a doc_id"):
             live.get(wrong)
 
 

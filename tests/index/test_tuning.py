@@ -78,7 +78,7 @@ def test_codes_that_cap_recall_are_told(caplog: pytest.LogCaptureFixture) -> Non
     ]
     with caplog.at_level(logging.WARNING):
         assert tuning.choose(points, target=0.95) == points[1]
-    assert "recall 0.800 is the most this index finds, the target is 0.950" in caplog.text
+    assert "the highest recall of this index is 0.800, below the target of 0.950" in caplog.text
     assert "more than nprobe=2 does not raise it" in caplog.text
 
 

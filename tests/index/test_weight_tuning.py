@@ -101,7 +101,7 @@ def test_without_judgements_nothing_is_tuned(
     index = run_without_ray(
         job.run, config, **corpus.uris, dual_encoder=towers.uri, output=f"{tmp_path}/index"
     )
-    assert "no test query has a relevant document indexed" in caplog.text
+    assert "no test query has a relevant indexed document" in caplog.text
     assert index.read_json("index.json")["dense_weight"] is None
     assert index.manifest.info["hybrid_tuning"] == {}
     searcher, terms = Searcher.open(index.uri), SparseQuery.load(towers.directory("sparse_query"))

@@ -108,7 +108,7 @@ def checked_delete(doc_ids: Sequence[str]) -> Delete:
     """A deletion; DataError where a doc_id is not a non-empty string."""
     wrong = [doc_id for doc_id in doc_ids if not isinstance(doc_id, str) or not doc_id]
     if wrong:
-        raise DataError(f"{wrong[0]!r} is no doc_id: pass strings that are not empty")
+        raise DataError(f"{wrong[0]!r} is not a doc_id: pass strings that are not empty")
     return Delete(list(dict.fromkeys(doc_ids)))
 
 
