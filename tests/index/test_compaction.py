@@ -285,7 +285,7 @@ def test_one_compacts_at_a_time_and_only_its_own_index(
         live.compact()
     os.close(lock)
     other = index(f"{tmp_path}/other", SHARDS[:1])
-    with pytest.raises(ArtifactError, match="holds writes to index"):
+    with pytest.raises(ArtifactError, match="has writes to index"):
         LiveIndex(tmp_path / "live", other.uri)
     with pytest.raises(ArtifactError, match=r"no versions\.json"):
         LiveIndex(tmp_path / "nothing")

@@ -42,7 +42,7 @@ def test_a_search_keeps_the_moment_it_began_with(live: LiveShard) -> None:
     assert search(then, ASKED, k=62) == expected
     assert then.documents([60])["title"].to_pylist() == ["title 0 of d1"]
     assert live.get("d1") == table(["d1"], 2).to_pylist()[0]
-    with pytest.raises(SearchError, match="no row 62: there are 62"):
+    with pytest.raises(SearchError, match="no row 62: this shard has 62 rows"):
         then.documents([62])
 
 
@@ -160,10 +160,10 @@ def test_vectors_keep_their_length_in_an_index_that_compares_by_dot(tmp_path: Pa
 @pytest.mark.parametrize(
     ("documents", "matrix", "message"),
     [
-        (table(["a"]).drop_columns(["topic"]), NEW[:1], "no column 'topic': this index holds doc_id, title"),
+        (table(["a"]).drop_columns(["topic"]), NEW[:1], "no column 'topic': this index has doc_id, title"),
         (table(["a"]), NEW[:1, :8], r"float32 of shape \(1, 8\): pass floats of shape \(1, 16\)"),
         (table(["a"]), np.ones((1, DIM), np.int64), "vectors are int64"),
-        (table(["a"]).set_column(1, "title", pa.array([[1]])), NEW[:1], "not of the types this index holds"),
+        (table(["a"]).set_column(1, "title", pa.array([[1]])), NEW[:1], "not have the types of this index"),
     ],
 )
 def test_what_cannot_be_read_is_refused(

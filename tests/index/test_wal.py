@@ -94,9 +94,9 @@ def test_acknowledged_records_that_are_gone_are_missed(tmp_path: Path) -> None:
     _write(tmp_path, b"one", b"two")
     segment = next(tmp_path.glob("*.log"))
     segment.write_bytes(segment.read_bytes()[:35])  # the first record, whole
-    with pytest.raises(ArtifactError, match="ends with record 1, but 2 was acknowledged"):
+    with pytest.raises(ArtifactError, match="ends with record 1, but record 2 was acknowledged"):
         Log(tmp_path)
-    with pytest.raises(ArtifactError, match="has no record 2, though 2 was acknowledged"):
+    with pytest.raises(ArtifactError, match="has no record 2, but record 2 was acknowledged"):
         _read(tmp_path)
     segment.unlink()
     with pytest.raises(ArtifactError, match="has no segment, but record 2 was acknowledged"):
@@ -125,7 +125,7 @@ def test_segments_rotate_and_those_that_are_done_with_are_dropped(
     log = Log(tmp_path)
     log.drop(through=5)  # the segment of records 4 to 6 is still needed
     assert _read(tmp_path, after=3) == list(enumerate(payloads, 1))[3:]
-    with pytest.raises(ArtifactError, match="has no record 3, though 10 was acknowledged"):
+    with pytest.raises(ArtifactError, match="has no record 3, but record 10 was acknowledged"):
         _read(tmp_path, after=2)
     log.drop(through=10)
     assert [path.stat().st_size for path in tmp_path.glob("*.log")] == [0]
