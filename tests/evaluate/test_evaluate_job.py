@@ -355,9 +355,9 @@ def test_what_a_user_brings_is_measured(world, searcher, here, tmp_path):
 @pytest.mark.parametrize(
     ("names", "match"),
     [
-        ({"student": "scalingdual"}, "calls both towers 'scalingdual'"),
-        ({"student": "bm25"}, "holds 'bm25', which is the name of another row"),
-        ({"student": "s + bm25"}, r"holds 's \+ bm25', which is the name of another row"),
+        ({"student": "scalingdual"}, "has 'scalingdual' for both towers"),
+        ({"student": "bm25"}, "has 'bm25', which is the name of another row"),
+        ({"student": "s + bm25"}, r"has 's \+ bm25', which is the name of another row"),
         ({"dual_encoder": "teacher (index)"}, r"holds 'teacher \(index\)'"),
     ],
 )

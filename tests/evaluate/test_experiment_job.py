@@ -123,7 +123,7 @@ def test_a_planted_effect_is_found_and_the_rest_is_not(here, dataset, tmp_path):
     nothing = {"difference": 0, "low": None, "high": None, "p": None, "p_holm": None}
     assert found["errors"] == found["partial"] == nothing
     assert sum(arm["units"] for arm in result["arms"].values()) == 300 == made.counts["units"]
-    assert made.table("rejected")["reason"].to_pylist() == ["torn: the file ends within the line"] * 2
+    assert made.table("rejected")["reason"].to_pylist() == ["incomplete: the file ends within the line"] * 2
     assert len(made.table("sample")) == 300
     for name in ("report.html", "report.md"):
         text = Path(made.file(name)).read_text()

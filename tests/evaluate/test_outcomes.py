@@ -33,7 +33,7 @@ BROKEN = {
     line(timings_ms={"total": float("nan")}): "timings_ms: total: Input should be a finite number",
     line(time=1_700_000_000_123_456_789): "time: Input should be less than 100000000000",
     line(query="\ud800"): "invalid JSON",
-    line()[:50]: "torn: the file ends within the line",
+    line()[:50]: "incomplete: the file ends within the line",
 }
 
 
@@ -62,7 +62,7 @@ def test_files_are_found_once_and_packed_ones_are_read(tmp_path):
     torn = tmp_path / "access-b.jsonl.gz"
     torn.write_bytes(gzip.compress(os.urandom(1 << 16).hex().encode())[:1000])
     ((reason, count),) = requests(torn)[1].items()
-    assert (count, "unreadable from some place on" in reason) == (1, True)
+    assert (count, "the end of the file cannot be read" in reason) == (1, True)
 
 
 # --- requests ----------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_signals_are_read_and_bad_rows_set_aside(tmp_path):
     found = outcomes.read_signals(str(path), quarantine, column="satisfied")
     assert found == {"1": 0.25, "007": 0.0}
     assert dict(quarantine.rejected) == {
-        f"{path}: lacks one of request_id, satisfied": 2,
+        f"{path}: without request_id or satisfied": 2,
         f"{path}: invalid JSON": 1,
     }
     pyarrow.parquet.write_table(pa.table({"request_id": [1, 1, 2]}), tmp_path / "clicks.parquet")
@@ -250,7 +250,7 @@ def test_signals_are_read_and_bad_rows_set_aside(tmp_path):
     [
         ("clicks.jsonl", '{"request": "1"}', r"no column \['request_id', 'satisfied'\]"),
         ("feedback.jsonl", '{"request_id": "1", "satisfied": "maybe"}', "satisfied is 'maybe'"),
-        ("feedback.jsonl", '{"request_id": "1", "satisfied": 7}', "satisfied is 7: it is true, false or a"),
+        ("feedback.jsonl", '{"request_id": "1", "satisfied": 7}', "satisfied is 7: pass true, false or a"),
         ("feedback.csv", "request_id,satisfied\n1,1\n", "is neither .jsonl nor .parquet"),
     ],
 )

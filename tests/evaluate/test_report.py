@@ -267,7 +267,7 @@ def test_an_index_that_finds_the_same_keeps_its_row(tmp_path: Path):
 
 def test_other_rows_are_no_seeds_and_other_queries_no_comparison(tmp_path: Path):
     one = stored(f"{tmp_path}/a", {"dual": values(0.9, "R@10")})
-    with pytest.raises(DataError, match="differ in rows of 'dual'"):
+    with pytest.raises(DataError, match="have different rows of 'dual'"):
         merge_artifacts([[one, stored(f"{tmp_path}/b", {"small": values(0.2, "R@10")})]])
     others = [f"other{number}" for number in range(60)]
     with pytest.raises(DataError, match="different test queries"):

@@ -117,7 +117,7 @@ class LiveIndex:
         """
         if "doc_id" not in documents.column_names or len(vectors) != len(documents):
             raise DataError(
-                f"{len(documents)} documents and {len(vectors)} vectors: pass a column doc_id, and one vector "
+                f"{len(documents)} documents and {len(vectors)} vectors: pass a column doc_id and one vector "
                 "per document"
             )
         doc_ids = documents["doc_id"].cast(pa.string()).fill_null("").to_pylist()
