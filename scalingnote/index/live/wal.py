@@ -62,7 +62,7 @@ class Log:
         make_folder(self.folder)
         self._lock_handle = lock_file(
             self.folder / "lock",
-            taken=f"another process ({{owner}}) writes {self.folder}, and a log has one writer: stop this "
+            taken=f"another process ({{owner}}) writes {self.folder}, and a log has one writer: stop that "
             "process, or open the shard as a follower",
         )
         try:
