@@ -91,7 +91,7 @@ def test_any_history_with_rollbacks_equals_brute_force(
 
 
 def test_a_document_in_a_new_shard_stays_there_after_rollback(live: LiveIndex, tmp_path: Path) -> None:
-    """A version forgot the document, which was then written to another shard; an older version has it, too."""
+    """A version forgot the document, which was then written to another shard; an older version has it."""
     folder, truth = tmp_path / "live", dict(TRUTH)
     moved_ids = [name for name in SHARDS[0] if owners([name], [], shards=2) == [1]][:3]
     live.delete(moved_ids)
