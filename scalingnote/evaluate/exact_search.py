@@ -253,14 +253,14 @@ def _search_group(
     best = {name: TopDocuments(queries, k) for name in joined or scores}
     for part in pool.read(group, {column for one in scores.values() for column in one.columns}):
         matrices = {name: one.documents(part) for name, one in scores.items()}
-        for chosen, firsts in _blocks(part):
-            block = {name: matrix[chosen] for name, matrix in matrices.items()}
+        for block_rows, firsts in _blocks(part):
+            block = {name: matrix[block_rows] for name, matrix in matrices.items()}
             for rows in topk.query_blocks(queries):
                 block_scores = {name: one.block(block[name], rows) for name, one in scores.items()}
                 if joined:
                     block_scores = {name: one.block(block_scores, rows) for name, one in joined.items()}
                 for name, values in block_scores.items():
-                    best[name].score(rows, values, part.rows[chosen], firsts)
+                    best[name].score(rows, values, part.rows[block_rows], firsts)
         for result in best.values():
             result.documents += len(part)
     table = pa.concat_tables(result.table() for result in best.values())

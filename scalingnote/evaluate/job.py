@@ -121,18 +121,18 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     encoded, teacher = _encode(methods, ancestors, texts, test=test, keep=each)
 
     bm25 = count_bm25(methods, texts, test=queries)
-    runs, searched = retrieve(methods, encoded, bm25, test=queries)
+    runs, searched_count = retrieve(methods, encoded, bm25, test=queries)
     rankings = rankings_of(runs, test.query_ids)
     recall_at = config.recall_at
     values = measure_methods(rankings, qrels=test.qrels, recall_at=recall_at)
     typos = typo_slices(runs, values, with_typos=with_typos, recall_at=recall_at) if with_typos else None
     report: dict[str, Any] = {
-        **_about(parents, searched, test=test),
+        **_about(parents, searched_count, test=test),
         "methods": means(values),
         "queries_per_core_second": {
             name: 1 / one.core_seconds for name, one in encoded.items() if one.core_seconds
         },
-        "index": _index_section(methods, rankings, test=test, searched=searched),
+        "index": _index_section(methods, rankings, test=test, searched=searched_count),
         "significance": significance_section(values, baseline=baseline),
         "slices": {"typos": typos} if typos else {},
         "seconds": seconds(ancestors),
@@ -194,9 +194,9 @@ def _encode(
     encoded = encode_queries(towers, texts, config=config, keep=keep)
     if has_comparison and "dual_encoder" in parents:
         order = np.random.default_rng(0).permutation(len(test.queries))
-        chosen = np.sort(order[: tower_measures.DISTANCE_QUERIES])
+        rows = np.sort(order[: tower_measures.DISTANCE_QUERIES])
         dual = encoded[config.names.dual_encoder]
-        teacher["test"] = dual.subset([test.queries[row] for row in chosen])
+        teacher["test"] = dual.subset([test.queries[row] for row in rows])
     return encoded, teacher
 
 
@@ -340,10 +340,10 @@ def encode_queries(
             for table in keep(PartStage(partial(_BlockEncoder, tower)), blocks, each=on_actor):
                 tables.append(table)
                 progress.advance(len(table))
-        joined = pa.concat_tables(tables)
-        core_seconds = float(np.median(joined["seconds"])) * max(config.resources.cpus_per_worker, 1)
+        encoded_table = pa.concat_tables(tables)
+        core_seconds = float(np.median(encoded_table["seconds"])) * max(config.resources.cpus_per_worker, 1)
         encoded[name] = QueryEmbeddings(
-            joined["query"].to_pylist(), arrow.to_numpy(joined["embedding"]), core_seconds
+            encoded_table["query"].to_pylist(), arrow.to_numpy(encoded_table["embedding"]), core_seconds
         )
     return encoded
 

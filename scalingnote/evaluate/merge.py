@@ -60,9 +60,9 @@ def merge_artifacts(methods: Sequence[Sequence[Artifact]]) -> Report:
     """
     pooled = [_pool_seeds(reports) for reports in methods]
     single = [report for report, _, _ in pooled]
-    merged = merge_reports(single)
+    union = merge_reports(single)
     if len(methods) == len(methods[0]) == 1:
-        return merged
+        return union
     values: dict[str, MeasureValues] = {}
     for (_, query_ids, method_values), names, (artifact, *_) in zip(
         pooled, _merged_names(single), methods, strict=True
@@ -76,8 +76,8 @@ def merge_artifacts(methods: Sequence[Sequence[Artifact]]) -> Report:
     common = set.intersection(*(set(row) for row in values.values()))
     values = {name: {m: row[m] for m in row if m in common} for name, row in values.items()}
     baseline = single[0]["significance"]["baseline"]
-    merged["significance"] = significance_section(values, baseline=baseline)
-    return merged
+    union["significance"] = significance_section(values, baseline=baseline)
+    return union
 
 
 def _pool_seeds(artifacts: Sequence[Artifact]) -> tuple[Report, pa.Array, dict[str, MeasureValues]]:
@@ -142,23 +142,23 @@ def merge_reports(single: Sequence[Report]) -> Report:
     """
     _require_same_data(single)
     first = single[0]
-    merged: Report = {name: first[name] for name in SHARED if name in first}
-    merged |= {"methods": {}, "environment": first["environment"]}
+    union: Report = {name: first[name] for name in SHARED if name in first}
+    union |= {"methods": {}, "environment": first["environment"]}
     if len(single) == 1:
-        merged["significance"] = first.get("significance", {})
+        union["significance"] = first.get("significance", {})
     per_index: dict[str, Any] = {}
     for report, names in zip(single, _merged_names(single), strict=True):
-        merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
+        union["methods"] |= {names[name]: row for name, row in report["methods"].items()}
         if "spread" in report:
-            merged["seeds"] = max(merged.get("seeds", 1), report["seeds"])
+            union["seeds"] = max(union.get("seeds", 1), report["seeds"])
             spread = {names[name]: row for name, row in report["spread"].items()}
-            merged["spread"] = merged.get("spread", {}) | spread
+            union["spread"] = union.get("spread", {}) | spread
         tower = served_tower(report)
         served = names.get(f"{tower}{THROUGH_INDEX}", names[tower]).removesuffix(THROUGH_INDEX)
         row = {name: report[name] for name in PER_INDEX}
         # Two indexes may have equal results and differ in size.
         per_index[_free_name(per_index, served, row)] = row
-    return merged | {name: {served: row[name] for served, row in per_index.items()} for name in PER_INDEX}
+    return union | {name: {served: row[name] for served, row in per_index.items()} for name in PER_INDEX}
 
 
 def _merged_names(single: Sequence[Report]) -> list[dict[str, str]]:

@@ -120,7 +120,7 @@ class PoolPart:
 
 
 def document_ids_of(passage_ids: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Return the ids of the documents to which passages belong."""
+    """Return the id of the document of each passage."""
     return pa.array(map(document_of, passage_ids.to_pylist()), pa.string())
 
 

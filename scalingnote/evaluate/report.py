@@ -213,7 +213,7 @@ def _lineage_section(ancestors: Iterable["Ancestor"]) -> ReportSection:
         description = description if ancestor.artifact else "deleted or replaced"
         digest, uri = CodeCell(ancestor.digest[:12]), CodeCell(ancestor.uri)
         rows.append([ancestor.stage, ancestor.kind, digest, description, uri])
-    head = ["stage", "artifact", "digest", "counts", "where"]
+    head = ["stage", "artifact", "digest", "counts", "URI"]
     text = "All artifacts from which these numbers were computed. A digest covers settings, inputs and bytes."
     return ReportSection("Lineage", text, [ReportTable(head, rows, text=5)])
 

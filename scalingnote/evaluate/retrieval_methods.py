@@ -171,12 +171,12 @@ class Methods:
     @property
     def baseline(self) -> str:
         """Method with which all others are compared; a ConfigError if the config names an unknown one."""
-        chosen, names = self.config.baseline, self.names
-        if chosen is not None and chosen not in names:
+        name, names = self.config.baseline, self.names
+        if name is not None and name not in names:
             raise ConfigError(
-                f"evaluate.baseline={chosen!r} is not a method of this report: set one of {', '.join(names)}"
+                f"evaluate.baseline={name!r} is not a method of this report: set one of {', '.join(names)}"
             )
-        return chosen or names[0]
+        return name or names[0]
 
     def language(self) -> Language:
         """Return the language of BM25: that of the documents' words in the index, else the detected one."""
@@ -276,23 +276,25 @@ def _search_pool(
     by_method = {method: ranked[method] for method in [*encoded, "bm25"] if method in ranked}
     if TERM_SCORES in sides and (dual := methods.config.names.dual_encoder) in encoded:
         by_method[f"{dual} (sparse)"] = ranked[TERM_SCORES]
-    joining, joined = methods.config.hybrid, {}
+    joining, joined_scores = methods.config.hybrid, {}
     if joining.dense_weight == 0:  # only terms, which find no document without a term of the query
         for method, (_, sparse) in hybrids.items():
             scores, rows = ranked[sparse]
             term_scores = np.where(rows < 0, 0.0, scores)
             by_method[method] = hybrid.normalise(term_scores, *single[sparse].ranges), rows
     else:
-        joined = {
+        joined_scores = {
             method: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)
             for method, both in hybrids.items()
         }
     if joining.raw and TERM_SCORES in sides:
         raw = {f"{tower} (raw hybrid)": (tower, TERM_SCORES) for tower in encoded}
-        joined |= {method: JoinedScores(both, None, dense_weight=0.5) for method, both in raw.items()}
-    if joined:
-        needed = {side: sides[side] for one in joined.values() for side in one.names}
-        by_method |= {method: (one.scores, one.ids) for method, one in search(needed, joined=joined).items()}
+        joined_scores |= {method: JoinedScores(both, None, dense_weight=0.5) for method, both in raw.items()}
+    if joined_scores:
+        needed = {side: sides[side] for one in joined_scores.values() for side in one.names}
+        by_method |= {
+            method: (one.scores, one.ids) for method, one in search(needed, joined=joined_scores).items()
+        }
     return by_method, next(iter(single.values())).documents
 
 

@@ -84,12 +84,12 @@ def entropies(
     if not row or not width:
         return {}, {}
     usable = [number for number, doc in enumerate(test.documents) if doc in row]
-    chosen = np.array([[row[test.documents[n]], *rows[n][:width]] for n in usable], np.int64)
+    candidate_rows = np.array([[row[test.documents[n]], *rows[n][:width]] for n in usable], np.int64)
     values: dict[str, Float[ndarray, " queries"]] = {}
     for name, (documents, _) in vectors.items():
         values[name] = np.full(len(test.queries), math.nan)
         queries = encoded[name].of([test.queries[n] for n in usable])
-        values[name][usable] = _entropies(queries, documents, chosen, temperature=temperature)
+        values[name][usable] = _entropies(queries, documents, candidate_rows, temperature=temperature)
     section = {"queries": len(usable), "negatives": width, "temperature": temperature}
     return (
         section | {"methods": {name: float(value[usable].mean()) for name, value in values.items()}},
@@ -166,13 +166,13 @@ def sample_teacher_queries(
     samples: dict[str, list[pa.Table]] = {split: [] for split in SPLITS}
     for name in rng.permutation(stored.table_parts("embeddings")).tolist():
         table = stored.table(name, columns=["query", "split", "embedding"])
-        for split, chosen in samples.items():
+        for split, pieces in samples.items():
             split_rows = np.flatnonzero(pc.equal(table["split"], split).to_numpy())
-            missing = queries - sum(map(len, chosen))
-            chosen.append(table.take(np.sort(rng.permutation(split_rows)[:missing])))
-        if all(sum(map(len, chosen)) == queries for chosen in samples.values()):
+            missing = queries - sum(map(len, pieces))
+            pieces.append(table.take(np.sort(rng.permutation(split_rows)[:missing])))
+        if all(sum(map(len, pieces)) == queries for pieces in samples.values()):
             break
-    tables = {split: pa.concat_tables(chosen) for split, chosen in samples.items()}
+    tables = {split: pa.concat_tables(pieces) for split, pieces in samples.items()}
     return {
         split: QueryEmbeddings(table["query"].to_pylist(), arrow.to_numpy(table["embedding"]))
         for split, table in tables.items()

@@ -98,7 +98,7 @@ def untrained_lists(family: Family, coarse: Any, *, dim: int, nlist: int) -> Any
 
 
 def untrained_kept(family: Family, *, dim: int) -> Any | None:
-    """Build an untrained store of vectors for rescoring; None if the family keeps no vectors."""
+    """Build an untrained index of kept vectors for rescoring; None if the family keeps none."""
     match refine_of(family):
         case "none":
             return None
@@ -122,9 +122,9 @@ def refine_of(family: Family) -> Refine:
 def vector_bytes(family: Family, *, dim: int) -> int:
     """Compute the bytes of a document's code, its number in the lists and its kept vector."""
     lists = untrained_lists(family, faiss.IndexFlatIP(dim), dim=dim, nlist=1)
-    kept = untrained_kept(family, dim=dim)
+    kept_index = untrained_kept(family, dim=dim)
     code = 0 if lists is None else lists.code_size + _ID_BYTES
-    return int(code + (0 if kept is None else kept.sa_code_size()))
+    return int(code + (0 if kept_index is None else kept_index.sa_code_size()))
 
 
 def sub_quantizers(family: FastScan | IVFPQ, dim: int) -> int:
@@ -177,11 +177,13 @@ def train(sample: Float[ndarray, "docs dim"], family: Family, *, nlist: int, see
         index = untrained_lists(family, coarse, dim=dim, nlist=nlist)
         if index is not None:
             index.train(sample)
-    kept = untrained_kept(family, dim=dim)
-    if kept is not None:
-        kept.train(sample)
+    kept_index = untrained_kept(family, dim=dim)
+    if kept_index is not None:
+        kept_index.train(sample)
     return Quantizer(
-        dump(coarse), None if index is None else dump_lists(index), None if kept is None else dump(kept)
+        dump(coarse),
+        None if index is None else dump_lists(index),
+        None if kept_index is None else dump(kept_index),
     )
 
 
@@ -231,10 +233,10 @@ def _shares(sizes: Int[ndarray, " clusters"], count: int) -> Int[ndarray, " clus
     while missing := count - int(shares.sum()):
         eligible = np.flatnonzero(shares < sizes if missing > 0 else shares > 1)
         vectors_per_centroid = sizes[eligible] / (shares[eligible] + (missing > 0))
-        chosen = eligible[
+        positions = eligible[
             np.argsort(-vectors_per_centroid if missing > 0 else vectors_per_centroid, kind="stable")
         ][: abs(missing)]
-        shares[chosen] += np.sign(missing)
+        shares[positions] += np.sign(missing)
     return shares
 
 
@@ -291,5 +293,7 @@ def write_quantizer(folder: str, quantizer: Quantizer) -> None:
 
 def read_quantizer(folder: str) -> Quantizer:
     """Read the quantizer from a folder of :func:`write_quantizer`."""
-    lists, kept = (fs.read_if_exists(fs.join(folder, f"{name}.faiss")) for name in ("lists", "kept"))
-    return Quantizer(fs.read_bytes(fs.join(folder, "coarse.faiss")), lists, kept)
+    list_bytes, kept_bytes = (
+        fs.read_if_exists(fs.join(folder, f"{name}.faiss")) for name in ("lists", "kept")
+    )
+    return Quantizer(fs.read_bytes(fs.join(folder, "coarse.faiss")), list_bytes, kept_bytes)

@@ -45,8 +45,8 @@ def check(wanted: Filter, fields: pa.Schema) -> None:
     """Raise a SearchError unless each condition has the type of its field."""
     for name, condition in wanted.items():
         if name not in fields.names:
-            known = ", ".join(fields.names) or "none"
-            raise SearchError(f"no filter by {name!r}: this index has {known}")
+            names = ", ".join(fields.names) or "none"
+            raise SearchError(f"no filter by {name!r}: this index has {names}")
         kind = fields.field(name).type
         if isinstance(condition, Mapping):
             if not condition or not condition.keys() <= RANGE:
@@ -72,8 +72,8 @@ def conditions(wanted: Filter, fields: pa.Schema) -> dict[str, Condition]:
     """Convert the conditions of a checked filter to the types of their fields, for other engines.
 
     Returns:
-        For each field either a list of values, of which a document must have one (an empty list matches no
-        document), or both ends of a range, which are included; an open end is -LARGEST or LARGEST.
+        For each field either a list of values or both ends of a range. A document must have one of the values
+        (an empty list matches no document). Both ends are included; an open end is -LARGEST or LARGEST.
     """
     typed_conditions: dict[str, Condition] = {}
     for name, condition in wanted.items():

@@ -71,8 +71,8 @@ def interpolate(
     dense: Float[ndarray, "queries docs"], sparse: Float[ndarray, "queries docs"], *, dense_weight: float
 ) -> Float[ndarray, "queries docs"]:
     """Interpolate normalised scores linearly (LightRetriever, section 3.1)."""
-    joined: ndarray = dense_weight * dense + (1 - dense_weight) * sparse
-    return joined
+    scores: ndarray = dense_weight * dense + (1 - dense_weight) * sparse
+    return scores
 
 
 def background_of(queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"]) -> float:
@@ -91,15 +91,17 @@ def union(*rankings: Int[ndarray, "queries _"]) -> Int[ndarray, "queries candida
 
 def merge(answers: Sequence[HybridCandidates], *, candidates: int) -> HybridCandidates:
     """Merge candidates of disjoint shards, and keep the `candidates` best by each of the two scores."""
-    joined = HybridCandidates(
+    candidates_of_all = HybridCandidates(
         np.concatenate([answer.ids for answer in answers], axis=1),
         np.concatenate([answer.dense for answer in answers], axis=1),
         np.concatenate([answer.sparse for answer in answers], axis=1),
     )
-    by_dense, by_terms = _rankings(joined, depth=candidates)
-    chosen = union(np.where(_ids(joined, by_dense) < 0, -1, by_dense), by_terms)
+    by_dense, by_terms = _rankings(candidates_of_all, depth=candidates)
+    columns = union(np.where(_ids(candidates_of_all, by_dense) < 0, -1, by_dense), by_terms)
     return HybridCandidates(
-        _ids(joined, chosen), _of(joined.dense, chosen, -np.inf), _of(joined.sparse, chosen, 0.0)
+        _ids(candidates_of_all, columns),
+        _of(candidates_of_all.dense, columns, -np.inf),
+        _of(candidates_of_all.sparse, columns, 0.0),
     )
 
 

@@ -47,8 +47,8 @@ class Lists:
     coarse: Any  # flat or HNSW faiss index; `index` holds a bare pointer to it, so it must live as long
 
     def __len__(self) -> int:
-        stored: Any = self.kept if self.index is None else self.index
-        return int(stored.ntotal)
+        vectors: Any = self.kept if self.index is None else self.index
+        return int(vectors.ntotal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,14 +106,14 @@ def read(coarse: Any, files: Sequence[Path], *, mapped: bool = False) -> Lists:
 
 
 def _join(coarse: Any, indexes: Sequence[Any]) -> Lists:
-    index = kept = None
+    index = kept_index = None
     for each in indexes:
         if isinstance(each, faiss.IndexIVF):
             index = each
             index.own_fields, index.quantizer = False, coarse
         else:
-            kept = each
-    return Lists(index, kept, coarse)
+            kept_index = each
+    return Lists(index, kept_index, coarse)
 
 
 def dump_files(lists: Lists) -> list[bytes]:
@@ -155,10 +155,10 @@ def copy_lists(lists: Lists) -> Lists:
     Serializing is not an alternative: it detaches the centroids meanwhile, and searches would fail. The
     index of the copy has its own centroids.
     """
-    index, kept = (
+    index, kept_index = (
         None if original is None else faiss.clone_index(original) for original in (lists.index, lists.kept)
     )
-    return replace(lists, index=index, kept=kept)
+    return replace(lists, index=index, kept=kept_index)
 
 
 def drop_dead_rows(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
@@ -283,9 +283,11 @@ def scores_over(
 ) -> CandidateScores:
     """Compute :func:`scores` of rows over several pieces, in order, given by first row and kept vectors."""
     products = np.full(rows.shape, -np.inf, np.float32)
-    for first, kept in pieces:
-        inside = (rows >= first) & (rows < first + kept.ntotal)
-        products = np.where(inside, scores(kept, queries, np.where(inside, rows - first, -1)), products)
+    for first, kept_vectors in pieces:
+        inside = (rows >= first) & (rows < first + kept_vectors.ntotal)
+        products = np.where(
+            inside, scores(kept_vectors, queries, np.where(inside, rows - first, -1)), products
+        )
     return products
 
 

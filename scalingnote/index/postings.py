@@ -197,9 +197,9 @@ def _strongest(documents: _Documents, k: int) -> Bool[ndarray, " entries"]:
     weakness = (0xFFFF - documents.impacts.view(np.uint16)).astype(np.uint64)
     position = np.arange(len(owner), dtype=np.uint64)
     order = np.sort(owner << np.uint64(48) | weakness << np.uint64(32) | position) & np.uint64(0xFFFFFFFF)
-    kept = np.empty(len(owner), bool)
-    kept[order] = np.arange(len(owner)) - np.repeat(documents.offsets[:-1], lengths) < k
-    return kept
+    is_kept = np.empty(len(owner), bool)
+    is_kept[order] = np.arange(len(owner)) - np.repeat(documents.offsets[:-1], lengths) < k
+    return is_kept
 
 
 def _block(documents: int, terms: ndarray, offsets: ndarray, rows: ndarray, impacts: ndarray) -> Postings:

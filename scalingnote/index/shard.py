@@ -103,7 +103,7 @@ class Shard:
 
 
 def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[list[EmbeddingSlice]]:
-    """Divide parts into `shards` contiguous ranges whose sizes differ by at most one row."""
+    """Divide parts into `shards` contiguous ranges with sizes that differ by at most one row."""
     firsts = [*accumulate(rows, initial=0)]
     bounds = [firsts[-1] * number // shards for number in range(shards + 1)]
     assignment = []
@@ -351,7 +351,7 @@ class DocumentRows:
 
     @cached_property
     def _sorted_by_document(self) -> UInt64[ndarray, "two rows"]:
-        """Like :func:`sorted_ids`, but with the ids of the documents to which the passages belong."""
+        """Like :func:`sorted_ids`, but with the ids of the documents instead of their passages."""
         hashes = hash_of(pc.replace_substring_regex(self._doc_ids, r"#[^#]*$", ""))  # same as document_of
         rows = np.argsort(hashes, kind="stable")
         return np.stack([hashes[rows], rows.astype(np.uint64)])
@@ -364,8 +364,8 @@ def _with_equal_hash(
     hashes, rows = sorted_hashes
     if not len(ids) or not len(hashes):
         return
-    wanted = hash_of(pa.array(ids, pa.string()))
-    starts, stops = np.searchsorted(hashes, wanted), np.searchsorted(hashes, wanted, side="right")
+    id_hashes = hash_of(pa.array(ids, pa.string()))
+    starts, stops = np.searchsorted(hashes, id_hashes), np.searchsorted(hashes, id_hashes, side="right")
     for number in np.flatnonzero(starts < stops).tolist():
         for row in rows[starts[number] : stops[number]].tolist():
             yield number, row

@@ -71,10 +71,10 @@ def scores_of(
 ) -> Float32[ndarray, "queries candidates"]:
     """Compute the scores of rows, which equal those of :func:`search` bit for bit; 0 if the row is -1."""
     _check(queries)
-    scores, wanted = np.zeros(rows.shape, np.float32), frozen(rows, np.int64)
+    scores, candidates = np.zeros(rows.shape, np.float32), frozen(rows, np.int64)
     first = 0
     for segment in segments:
-        _look_up(*_lists(segment), *_terms(queries), first, wanted, scores)
+        _look_up(*_lists(segment), *_terms(queries), first, candidates, scores)
         first += len(segment)
     return scores
 
@@ -140,7 +140,20 @@ def _terms(queries: SparseRows) -> tuple[ndarray, ...]:
 @jit
 @no_type_check
 def _scan(
-    blocks, terms, offsets, rows, impacts, floats, bounds, sought, values, allowed, first, scores, found, kept
+    blocks,
+    terms,
+    offsets,
+    rows,
+    impacts,
+    floats,
+    bounds,
+    query_terms,
+    values,
+    allowed,
+    first,
+    scores,
+    best_rows,
+    counts,
 ):
     totals = np.zeros(DOCUMENTS_PER_BLOCK, np.float32)
     for b in range(len(blocks) - 1):
@@ -149,14 +162,14 @@ def _scan(
         for q in range(len(bounds) - 1):
             touched = False
             for j in range(bounds[q], bounds[q + 1]):
-                at = _find(terms, sought[j], blocks[b, 1], blocks[b + 1, 1])
+                at = _find(terms, query_terms[j], blocks[b, 1], blocks[b + 1, 1])
                 if at >= 0:
                     touched = True
                     value = values[j]
                     for entry in range(offsets[at], offsets[at + 1]):
                         block[rows[entry]] += value * floats[impacts[entry]]
             if touched:
-                kept[q] = _keep(block, base, allowed, scores[q], found[q], kept[q])
+                counts[q] = _keep(block, base, allowed, scores[q], best_rows[q], counts[q])
                 block[:] = 0
 
 
@@ -175,9 +188,9 @@ def _find(sorted_values, value, start, stop):
 
 @jit
 @no_type_check
-def _keep(block, base, allowed, scores, rows, kept):
+def _keep(block, base, allowed, scores, rows, count):
     k = len(scores)
-    bar = scores[0] if kept == k else np.float32(0)
+    bar = scores[0] if count == k else np.float32(0)
     for start in range(0, len(block), _STRIDE):
         stop = min(start + _STRIDE, len(block))
         beaten = False
@@ -187,34 +200,36 @@ def _keep(block, base, allowed, scores, rows, kept):
             for i in range(start, stop):
                 # Rows ascend, so a document with the same score as the worst one kept ranks behind it.
                 if block[i] > bar and (len(allowed) == 0 or allowed[base + i]):
-                    if kept < k:
-                        heap_push(scores, rows, kept, block[i], base + i)
-                        kept += 1
+                    if count < k:
+                        heap_push(scores, rows, count, block[i], base + i)
+                        count += 1
                     else:
                         heap_replace(scores, rows, k, block[i], base + i)
-                    if kept == k:
+                    if count == k:
                         bar = scores[0]
-    return kept
+    return count
 
 
 @jit
 @no_type_check
-def _sort(scores, rows, kept):
-    for q in range(len(kept)):
-        heap_sort(scores[q], rows[q], kept[q])
+def _sort(scores, rows, counts):
+    for q in range(len(counts)):
+        heap_sort(scores[q], rows[q], counts[q])
 
 
 @jit
 @no_type_check
-def _look_up(blocks, terms, offsets, rows, impacts, floats, bounds, sought, values, first, wanted, scores):
+def _look_up(
+    blocks, terms, offsets, rows, impacts, floats, bounds, query_terms, values, first, candidates, scores
+):
     for b in range(len(blocks) - 1):
         base, end = first + blocks[b, 0], first + blocks[b + 1, 0]
         for q in range(len(bounds) - 1):
             for j in range(bounds[q], bounds[q + 1]):
-                at = _find(terms, sought[j], blocks[b, 1], blocks[b + 1, 1])
+                at = _find(terms, query_terms[j], blocks[b, 1], blocks[b + 1, 1])
                 if at >= 0:
-                    for c in range(wanted.shape[1]):
-                        if base <= wanted[q, c] < end:
-                            entry = _find(rows, wanted[q, c] - base, offsets[at], offsets[at + 1])
+                    for c in range(candidates.shape[1]):
+                        if base <= candidates[q, c] < end:
+                            entry = _find(rows, candidates[q, c] - base, offsets[at], offsets[at + 1])
                             if entry >= 0:
                                 scores[q, c] += values[j] * floats[impacts[entry]]

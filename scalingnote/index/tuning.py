@@ -112,14 +112,14 @@ def factors(family: str, refine: Refine) -> tuple[int, ...]:
 
 def candidates(lists: ivf.Lists, queries: ivf.UnitQueries, *, nprobe: int, k: int) -> ShardAnswers:
     """Find the k best documents of one shard by codes, to measure one nprobe."""
-    chosen = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
-    scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)
+    probed_lists = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
+    scores, rows = ivf.scan(lists, queries, chosen=probed_lists, k=k)
     scores[rows < 0] = -np.inf
     exact = scores if lists.kept is None else ivf.scores(lists.kept, queries, rows)
     scanned = float(len(lists))
     if lists.index is not None:
         sizes = [lists.index.invlists.list_size(number) for number in range(lists.index.nlist)]
-        scanned = np.array(sizes)[chosen[1]].sum() / len(queries)
+        scanned = np.array(sizes)[probed_lists[1]].sum() / len(queries)
     return ShardAnswers(rows, scores, exact, float(scanned))
 
 
@@ -153,8 +153,8 @@ def measure(
     points = []
     for factor in factors:
         best = order[:, : factor * k]
-        chosen = (np.take_along_axis(x, best, axis=1) for x in (found.by_vectors, found.rows))
-        value = recall(topk.merge(*chosen, k=k)[1], exact)
+        best_answers = (np.take_along_axis(x, best, axis=1) for x in (found.by_vectors, found.rows))
+        value = recall(topk.merge(*best_answers, k=k)[1], exact)
         cost = found.scanned / share + factor * k * ivf.RESCORE_COST
         points.append(OperatingPoint(nprobe, factor, round(value, 4), round(cost, 1)))
     return points
@@ -177,16 +177,16 @@ def choose(points: Sequence[OperatingPoint], *, target: float) -> OperatingPoint
         return min(sufficient, key=lambda point: (point.cost, point.nprobe))
     best = max(point.recall for point in points)
     near_best = [point for point in points if point.recall > best - MIN_RECALL_GAIN]
-    chosen = min(near_best, key=lambda point: (point.cost, point.nprobe))
+    cheapest = min(near_best, key=lambda point: (point.cost, point.nprobe))
     log.warning(
         "the highest recall of this index is %.3f, below the target of %.3f, and more than nprobe=%d does "
         "not raise it: its codes are too coarse. Keep finer vectors (index.family.refine=flat) or use a "
         "finer family (ivf_sq8)",
         best,
         target,
-        chosen.nprobe,
+        cheapest.nprobe,
     )
-    return chosen
+    return cheapest
 
 
 def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.IndexLayout, dict[str, Any]]:
@@ -312,8 +312,8 @@ def _measure_shard_hybrid(
     assert queries is not None
     assert terms is not None
     lists = _reopen(number, run)
-    chosen = ivf.choose_lists(queries, lists.coarse, nprobe=layout.nprobe)
-    nearest = ivf.candidates(lists, queries, chosen=chosen, k=k, refine_factor=layout.refine_factor)
+    probed_lists = ivf.choose_lists(queries, lists.coarse, nprobe=layout.nprobe)
+    nearest = ivf.candidates(lists, queries, chosen=probed_lists, k=k, refine_factor=layout.refine_factor)
     _, rows = topk.merge(*nearest, k=k)
     files = {
         name: fs.read_bytes(fs.join(run.output, part)) for name, part in shard.term_files(number).items()
@@ -336,8 +336,10 @@ def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Se
     for nprobe in probes:
         start = time.process_time()
         for query in queries:
-            chosen = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
-            nearest = ivf.candidates(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
+            probed_lists = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
+            nearest = ivf.candidates(
+                lists, query[None], chosen=probed_lists, k=k, refine_factor=refine_factor
+            )
             topk.merge(*nearest, k=k)
         times.append(round((time.process_time() - start) / len(queries) * 1e6, 1))
     return times

@@ -55,7 +55,7 @@ def here(monkeypatch):
 
 
 def write_logs(folder: Path, config: ExperimentConfig, *, users: int = 300, lost: float = 0.0) -> None:
-    """Write logs: the first result is relevant in half of the control's answers, and in all of the student's."""
+    """Write logs: the first result is relevant in half of the control's answers, and all of the student's."""
     rng = np.random.default_rng(0)
     files = [[], []]
     feedback, clicks = [], []

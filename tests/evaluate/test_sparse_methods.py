@@ -93,9 +93,9 @@ def test_all_weight_on_one_side_gives_the_ranking_of_that_side(
     parents: dict[str, Artifact], weight: float, method: str
 ):
     runs = retrieve(parents, dense_weight=weight)
-    for query_id, found in runs["light (hybrid)"].items():
+    for query_id, hits in runs["light (hybrid)"].items():
         scores = dict(runs[method][query_id])
-        ordered = [scores.get(doc, 0.0) for doc, _ in found]
+        ordered = [scores.get(doc, 0.0) for doc, _ in hits]
         assert len(ordered) == len(scores)
         np.testing.assert_allclose(ordered, sorted(ordered, reverse=True), atol=1e-5)
 

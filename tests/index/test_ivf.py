@@ -106,8 +106,10 @@ def test_read_and_mapped_files_give_the_same_lists(
     expected = _search(lists, query_vectors, k=10, nprobe=3)
     loaded = ivf.load(families.parse(quantizer.coarse), *(file.read_bytes() for file in paths))
     for opened in (loaded, *(ivf.read(lists.coarse, paths, mapped=mapped) for mapped in (False, True))):
-        for found, wanted in zip(_search(opened, query_vectors, k=10, nprobe=3), expected, strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        for values, expected_values in zip(
+            _search(opened, query_vectors, k=10, nprobe=3), expected, strict=True
+        ):
+            np.testing.assert_array_equal(values, expected_values)
 
 
 @by_kind

@@ -111,10 +111,10 @@ def test_appended_segments_remain_few_and_keep_their_rows():
         sizes = [len(segment) for segment in segments]
         assert sizes == sorted(set(sizes), reverse=True)
     assert sizes == [64, 32, 4]
-    whole = postings.build(*columns(documents))
+    one_segment = postings.build(*columns(documents))
     queries = rows_of([{3: 1.0}, {VOCABULARY: 2.0}])
     for one, other in zip(
-        sparse.search(segments, queries, k=20), sparse.search([whole], queries, k=20), strict=True
+        sparse.search(segments, queries, k=20), sparse.search([one_segment], queries, k=20), strict=True
     ):
         np.testing.assert_array_equal(one, other)
 

@@ -9,7 +9,7 @@ out.
 
 Centroids and codebooks become outdated as documents change. When the written documents reach a share of the
 index, compaction trains them again on vectors of all shards and encodes every row again. So the number of
-trainings per write is bounded. With a delta they are not trained again: a large index must be built anew.
+trainings per write is bounded. With a delta they are not trained again: a large index must be built again.
 
 The last record that a compaction includes is fixed when it begins. Therefore the new version and the later
 records give the same documents as the version before and all records: each write counts once. Compaction only

@@ -54,7 +54,7 @@ class LiveIndex:
             folder: of versions and logs, see :mod:`scalingnote.index.live.versions`.
             index: artifact that was built; required the first time.
             delta: open only the delta and not the version, see :mod:`scalingnote.index.live.versions`; None:
-                whatever the folder has, and no delta in a new folder.
+                as in an existing folder, and no delta in a new folder.
             follow: read only, and follow the process that writes.
             config: settings.
         """
@@ -143,13 +143,13 @@ class LiveIndex:
 
     def delete(self, doc_ids: Sequence[str]) -> dict[int, WriteResult]:
         """Delete documents and return outcomes by shard; raise a DataError if a doc_id is not valid."""
-        wanted = checked_delete(doc_ids).doc_ids
+        document_ids = checked_delete(doc_ids).doc_ids
         if not self.layout.passages:
-            return self._delete(wanted)
+            return self._delete(document_ids)
         if self._empty is not None:  # one passage is enough to name its document in the log
-            return self._delete([passage_id(doc_id, 1) for doc_id in wanted])
+            return self._delete([passage_id(doc_id, 1) for doc_id in document_ids])
         with self._replacing:
-            return self._delete([*self._passages(wanted)])
+            return self._delete([*self._passages(document_ids)])
 
     def _delete(self, rows: Sequence[str]) -> dict[int, WriteResult]:
         return self._route(rows, lambda number, at: self.shards[number].delete([rows[i] for i in at]))
@@ -220,8 +220,8 @@ class LiveIndex:
         """Send each row to the shard that owns it, and again if a compaction moved documents meanwhile."""
         results: dict[int, T] = {}
         for remaining in reversed(range(MAX_ATTEMPTS)):
-            known = [each.knows(doc_ids) for each in self.shards]
-            owner = np.array(owners(doc_ids, known, shards=len(self.shards)), np.int64)
+            memberships = [each.knows(doc_ids) for each in self.shards]
+            owner = np.array(owners(doc_ids, memberships, shards=len(self.shards)), np.int64)
             try:
                 for number in np.unique(owner).tolist():
                     results[number] = send(number, np.flatnonzero(owner == number).tolist())

@@ -87,22 +87,24 @@ class Snapshot:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Segments for a search by vectors."""
-        base, merged, live = len(self.base_alive), len(self.merged), self.live_documents
+        base, merged_rows, live = len(self.base_alive), len(self.merged), self.live_documents
         segments = [Segment(0, self.base.lists, _some(self.base_alive), self.base.documents)]
-        if merged:
-            segments.append(Segment(base, self.merged, _some(self.live_alive[:merged]), live[:merged]))
+        if merged_rows:
+            segments.append(
+                Segment(base, self.merged, _some(self.live_alive[:merged_rows]), live[:merged_rows])
+            )
         if len(self.tail):
-            alive = _some(self.live_alive[merged:])
-            segments.append(Segment(base + merged, self._exact, alive, live[merged:]))
+            alive = _some(self.live_alive[merged_rows:])
+            segments.append(Segment(base + merged_rows, self._exact, alive, live[merged_rows:]))
         return tuple(segments)
 
     def documents(self, rows: Sequence[int] | Integer[ndarray, " rows"]) -> pa.Table:
         """Return the documents of rows, in this order; a dead row still has its document."""
-        wanted = np.asarray(rows, np.int64)
-        outside = wanted[(wanted < 0) | (wanted >= self.rows)]
+        numbers = np.asarray(rows, np.int64)
+        outside = numbers[(numbers < 0) | (numbers >= self.rows)]
         if len(outside):
             raise SearchError(f"no row {outside[0]}: this shard has {self.rows} rows, counted from 0")
-        return take_rows(pa.concat_tables([self.base.documents, self.live_documents]), wanted)
+        return take_rows(pa.concat_tables([self.base.documents, self.live_documents]), numbers)
 
     def document(self, row: int) -> dict[str, Any]:
         """Return the document of an existing row, in the form of a search result."""
@@ -121,9 +123,9 @@ class Snapshot:
     @cached_property
     def _exact(self) -> ivf.Lists:
         """Tail as a flat index, built by the first search, because most snapshots are never searched."""
-        kept = faiss.IndexFlatIP(self.tail.shape[1])
-        kept.add(self.tail)
-        return ivf.Lists(None, kept, self.base.lists.coarse)
+        flat = faiss.IndexFlatIP(self.tail.shape[1])
+        flat.add(self.tail)
+        return ivf.Lists(None, flat, self.base.lists.coarse)
 
 
 def _some(alive: Bool[ndarray, " rows"]) -> ivf.RowMask | None:
@@ -144,7 +146,7 @@ class LiveState:
         # Passages of each document.
         self._passages: dict[str, list[str]] | None = {} if opened.whole_documents else None
         self._base = base.rows
-        # Rows of the base whose documents belong to this shard.
+        # Rows of the base with documents that belong to this shard.
         self._known = np.ones(len(base.documents), bool)
         self._live_rows: dict[str, int] = {}  # counted from 0; -1 if the document was deleted again
         self._tail = np.empty((0, base.lists.coarse.d), np.float32)  # with spare capacity
@@ -217,9 +219,9 @@ class LiveState:
         """Return for each document whether it is in this shard, or was since :meth:`forget`."""
         rows = self._base.find(doc_ids)
         with self._lock:
-            known = (rows >= 0) & self._known[rows] if len(self._known) else rows >= 0
+            in_base = (rows >= 0) & self._known[rows] if len(self._known) else rows >= 0
             return [
-                bool(base) or doc_id in self._live_rows for base, doc_id in zip(known, doc_ids, strict=True)
+                bool(base) or doc_id in self._live_rows for base, doc_id in zip(in_base, doc_ids, strict=True)
             ]
 
     def forget(self) -> None:
@@ -239,11 +241,11 @@ class LiveState:
             before = self.snapshot
             count = len(before.tail)
             if count:
-                merged = ivf.copy_lists(before.merged)  # the original is being searched
-                ivf.add(merged, before.tail)
+                lists = ivf.copy_lists(before.merged)  # the original is being searched
+                ivf.add(lists, before.tail)
                 with self._lock:
                     self._tail = self.snapshot.tail[count:].copy()
-                    self.snapshot = replace(self.snapshot, merged=merged, tail=self._tail)
+                    self.snapshot = replace(self.snapshot, merged=lists, tail=self._tail)
             return count
 
     def _ending_ids(self, write: Upsert | Delete) -> list[str]:

@@ -179,10 +179,12 @@ def activate(folder: str | Path, number: int, *, checked: bool = False) -> LiveV
 
 def kept_version(folder: str | Path, number: int) -> LiveVersion:
     """Return the version with this number; raise a ConfigError if the folder does not keep it."""
-    kept = {each.number: each for each in read_register(folder).kept}
-    if number not in kept:
-        raise ConfigError(f"{folder} keeps no version {number}: it keeps {', '.join(map(str, sorted(kept)))}")
-    return kept[number]
+    by_number = {each.number: each for each in read_register(folder).kept}
+    if number not in by_number:
+        raise ConfigError(
+            f"{folder} keeps no version {number}: it keeps {', '.join(map(str, sorted(by_number)))}"
+        )
+    return by_number[number]
 
 
 def check(index: Artifact) -> None:
@@ -308,7 +310,7 @@ def _log_kept(folder: str | Path, version: LiveVersion) -> bool:
 
 
 def default_path(folder: str | Path, number: int) -> str:
-    """Return the path to which compaction writes a version."""
+    """Return the path of a version that compaction writes."""
     return fs.absolute(fs.join(str(folder), "versions", f"{number:05d}"))
 
 
@@ -326,8 +328,8 @@ def read_register(folder: str | Path) -> Register:
     path = Path(folder) / REGISTER_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        kept = (LiveVersion(**each | {"included": tuple(each["included"])}) for each in values["kept"])
-        return Register(tuple(kept), values["last"], values.get("delta", False))
+        entries = (LiveVersion(**each | {"included": tuple(each["included"])}) for each in values["kept"])
+        return Register(tuple(entries), values["last"], values.get("delta", False))
     except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(f"{path} is damaged ({error}): restore it") from None
 

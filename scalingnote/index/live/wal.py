@@ -261,10 +261,10 @@ def _recover(folder: Path) -> tuple[int, Path | None]:
     Records without a known acknowledgement are written again: if their sync failed, the kernel has marked the
     pages as clean, and another sync would have no effect.
     """
-    files, known = segments(folder), last_acknowledged(folder)
-    if not files and known:
+    files, acknowledged = segments(folder), last_acknowledged(folder)
+    if not files and acknowledged:
         raise ArtifactError(
-            f"{folder} has no segment, but record {known} was acknowledged: restore its files"
+            f"{folder} has no segment, but record {acknowledged} was acknowledged: restore its files"
         )
     if not files:
         return 0, None
@@ -274,17 +274,17 @@ def _recover(folder: Path) -> tuple[int, Path | None]:
         try:
             for number, _, stop in _records(stream, path, first=first):
                 last, end = number, stop
-                durable = end if last <= known else durable
+                durable = end if last <= acknowledged else durable
         except ArtifactError:
             stream.seek(end)
-            if max(known, _highest_acknowledgement(stream.read())) > last:
+            if max(acknowledged, _highest_acknowledgement(stream.read())) > last:
                 raise
             excess = path.stat().st_size - end
             get_logger("index").warning("%s: %d bytes of an incomplete record are cut off", path, excess)
             stream.truncate(end)
-        if known > last:
+        if acknowledged > last:
             raise ArtifactError(
-                f"{path} ends with record {last}, but record {known} was acknowledged: restore the file"
+                f"{path} ends with record {last}, but record {acknowledged} was acknowledged: restore it"
             )
         stream.seek(durable)
         unsynced = stream.read(end - durable)
