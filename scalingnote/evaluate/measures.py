@@ -101,7 +101,7 @@ def ann_recall(found: Sequence[Sequence[str]], exact: Sequence[Sequence[str]], *
 
 
 def auc(scores: Float[ndarray, " pairs"], labels: Float[ndarray, " pairs"]) -> float:
-    """Compute the share of two pairs with different labels in which the better one has the higher score.
+    """Compute how often the better of two pairs with different labels has the higher score, from 0 to 1.
 
     Ties count half. For two labels this is the area under the ROC curve (Mann and Whitney, 1947). With more
     labels, every two pairs with different labels have the same weight. All pairs are ranked together,

@@ -125,7 +125,7 @@ def compare(
     if draft.finished:
         return draft.existing()
     if not queries:
-        raise DataError(f"{source} has no queries to compare the models: name other logs or another data set")
+        raise DataError(f"{source}: no queries to compare the models, use other logs or another data set")
     report, table = _report(pairs, queries, source=source, dataset=dataset)
     page = report_page(report)
     for name in ("report.html", "report.md"):

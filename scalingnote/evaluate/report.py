@@ -55,7 +55,7 @@ METHODS_NOTE = (
 _ENTROPY = (
     "Mean of -log softmax of a query's best document against {negatives:,} others drawn from the pool, which "
     "are the same for all methods. Cosines are divided by a temperature of {temperature:g}; {queries:,} "
-    "queries. Smaller is better; a random ranking has {guess:.3f}."
+    "queries. Smaller is better; equal scores of all documents give {guess:.3f}."
 )
 _BY_METHOD = {
     "auc": (
