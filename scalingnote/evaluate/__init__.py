@@ -1,1 +1,1 @@
-"""Quality of retrieval: test queries, measures, significance and reports."""
+"""Evaluation of retrieval: test queries, measures, significance and reports."""

@@ -1,11 +1,11 @@
-"""Exact search of a pool: every document is scored for every query, in tasks that read each part once.
+"""Exact search of a pool: tasks read each part once and score every document for every query.
 
     part ─► scores of blocks of queries and documents ─► best documents and score ranges of a task
-         ─► of all tasks, merged as they arrive
+         ─► best documents and score ranges of all tasks, merged as they arrive
 
-Scores are by embeddings, by terms (of a tower with a sparse head, or words weighed by BM25), or by both
-joined. Only the results (queries times k) pass through the caller, for any size of the pool. Their merge does
-not depend on the order of tasks.
+Scores are of embeddings, of terms (from a tower with a sparse head, or words with BM25 weights), or joined
+from both. Only the results (queries times k) pass through the caller, for any size of the pool. The result of
+their merge does not depend on the order of tasks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,13 +40,13 @@ class DenseScores:
     """Inner products of embeddings; queries have length 1."""
 
     queries: Float[ndarray, "queries dim"]
-    columns: Sequence[str] = (INDEXED_VIEW,)  # of the embeddings artifact
+    columns: Sequence[str] = (INDEXED_VIEW,)  # columns of the embeddings artifact to read
 
     def __len__(self) -> int:
         return len(self.queries)
 
     def documents(self, part: PoolPart) -> Float[ndarray, "docs dim"]:
-        """Embeddings of the documents; ArtifactError if they have other dimensions than the queries."""
+        """Return embeddings of the documents; raise an ArtifactError if they do not fit the queries."""
         vectors = part.vectors()
         if vectors.shape[1] != self.queries.shape[1]:
             raise ArtifactError(
@@ -56,7 +56,7 @@ class DenseScores:
         return vectors
 
     def block(self, documents: Float[ndarray, "docs dim"], queries: slice) -> Float[ndarray, "queries docs"]:
-        """Scores of some queries and some documents."""
+        """Compute scores of some queries and some documents."""
         scores: ndarray = self.queries[queries] @ documents.T
         return scores
 
@@ -66,7 +66,7 @@ class DenseScores:
         queries: Int[ndarray, " pairs"],
         rows: Int[ndarray, " pairs"],
     ) -> Float[ndarray, " pairs"]:
-        """Scores of pairs of a query and a row of `documents`."""
+        """Compute scores of pairs of a query and a row of `documents`."""
         scores: ndarray = np.einsum("pd,pd->p", self.queries[queries], documents[rows])
         return scores
 
@@ -76,43 +76,43 @@ class SparseScores:
     """Inner products of sparse vectors."""
 
     queries: Any  # csr_array [queries, vocabulary]
-    documents: Callable[[PoolPart], Any]  # those of a part, as a csr_array [docs, vocabulary]
-    columns: Sequence[str]  # of the embeddings artifact
+    documents: Callable[[PoolPart], Any]  # returns those of a part, as a csr_array [docs, vocabulary]
+    columns: Sequence[str]  # columns of the embeddings artifact to read
 
     def __len__(self) -> int:
         return int(self.queries.shape[0])
 
     def block(self, documents: Any, queries: slice) -> Float[ndarray, "queries docs"]:
-        """Scores of some queries and some documents."""
+        """Compute scores of some queries and some documents."""
         scores: ndarray = (self.queries[queries] @ documents.T).toarray()
         return scores
 
     def pairs(
         self, documents: Any, queries: Int[ndarray, " pairs"], rows: Int[ndarray, " pairs"]
     ) -> Float[ndarray, " pairs"]:
-        """Scores of pairs of a query and a row of `documents`."""
+        """Compute scores of pairs of a query and a row of `documents`."""
         return np.asarray(self.queries[queries].multiply(documents[rows]).sum(axis=1))
 
 
 PoolScores = DenseScores | SparseScores
 
 
-# Each query's lowest and highest score in the whole pool.
+# Lowest and highest score of each query in the entire pool.
 ScoreRanges = tuple[Float[ndarray, " queries"], Float[ndarray, " queries"]]
 
 
 @dataclass(frozen=True)
 class JoinedScores:
-    """Two scores of the same documents, each mapped to [0, 1] by its range, or as they are, interpolated."""
+    """Interpolation of two scores of the same documents, each mapped to [0, 1] by its range, or unchanged."""
 
     names: tuple[str, str]  # dense and sparse
-    ranges: tuple[ScoreRanges, ScoreRanges] | None  # None: scores are joined as they are
-    dense_weight: float  # terms have the rest
+    ranges: tuple[ScoreRanges, ScoreRanges] | None  # None: scores are not mapped
+    dense_weight: float  # sparse scores have the rest
 
     def block(
         self, scores: Mapping[str, Float[ndarray, "queries docs"]], queries: slice
     ) -> Float[ndarray, "queries docs"]:
-        """Joined scores of a block, given both by name."""
+        """Join the scores of a block, which are passed by name."""
         dense, sparse = (scores[name] for name in self.names)
         if self.ranges is not None:
             dense, sparse = (
@@ -126,9 +126,9 @@ class JoinedScores:
 
 
 def term_scores(source: Artifact, queries: Sequence[str]) -> SparseScores:
-    """Scores by terms of documents: by those beside their embeddings, or by the words that were weighted.
+    """Build scores by terms, which are stored with the embeddings or in a `bm25_terms` artifact.
 
-    `source` is the towers that encoded the documents, or a `bm25_terms` artifact.
+    `source` is the dual encoder that encoded the documents, or the `bm25_terms` artifact.
     """
     sparse = SparseQuery.load(source.directory("sparse_query"))
     matrix = query_matrix(sparse.encode(queries), vocabulary=sparse.vocabulary)
@@ -143,18 +143,18 @@ def _term_matrix(part: PoolPart, *, words: Artifact | None, vocabulary: int) -> 
 
 
 def query_matrix(rows: SparseRows, *, vocabulary: int) -> Any:
-    """Sparse queries as a csr_array [queries, vocabulary]."""
+    """Convert sparse queries to a csr_array [queries, vocabulary]."""
     return csr_array((rows.values, rows.terms, rows.offsets), shape=(len(rows.offsets) - 1, vocabulary))
 
 
 def document_matrix(terms: pa.ChunkedArray, impacts: pa.ChunkedArray, *, vocabulary: int) -> Any:
-    """Sparse documents as a csr_array [docs, vocabulary], without terms beyond the queries' vocabulary."""
+    """Convert sparse documents to a csr_array [docs, vocabulary], without terms outside this vocabulary."""
     term_lists, impact_lists = terms.combine_chunks(), impacts.combine_chunks()
     offsets = np.asarray(term_lists.offsets).astype(np.int64)
     columns, values = (np.asarray(x.values)[offsets[0] : offsets[-1]] for x in (term_lists, impact_lists))
-    kept = columns < vocabulary
-    starts = np.concatenate([[0], kept.cumsum()])
-    matrix = (values[kept].astype(np.float32), columns[kept], starts[offsets - offsets[0]])
+    in_vocabulary = columns < vocabulary
+    starts = np.concatenate([[0], in_vocabulary.cumsum()])
+    matrix = (values[in_vocabulary].astype(np.float32), columns[in_vocabulary], starts[offsets - offsets[0]])
     return csr_array(matrix, shape=(len(term_lists), vocabulary))
 
 
@@ -162,7 +162,7 @@ def document_matrix(terms: pa.ChunkedArray, impacts: pa.ChunkedArray, *, vocabul
 
 
 class TopDocuments(topk.Best):
-    """Each query's best documents by row, and its range of scores over the documents that were scored."""
+    """Best documents of each query by row, and the range of its scores over the scored documents."""
 
     def __init__(self, queries: int, k: int) -> None:
         super().__init__(queries, k)
@@ -179,9 +179,9 @@ class TopDocuments(topk.Best):
         rows: Int[ndarray, " rows"],
         firsts: Int[ndarray, " docs"],
     ) -> None:
-        """Add the scores of some documents, at least one, for some queries.
+        """Add scores of some documents, at least one, for some queries.
 
-        `firsts` are the first places of each document's rows, of which the best one counts.
+        `firsts` are the positions of each document's first row; of its rows the best one counts.
         """
         self._extend(queries, scores.min(1), scores.max(1))
         if len(firsts) < len(rows):
@@ -189,13 +189,13 @@ class TopDocuments(topk.Best):
         self.add_block(queries, scores, rows)
 
     def table(self) -> pa.Table:
-        """The result as a row per query."""
+        """Return the result as a table with a row per query."""
         columns = {"score": arrow.to_arrow(self.scores), "row": arrow.to_arrow(self.ids)}
         columns |= dict(zip(("low", "high"), self.ranges, strict=True))
         return pa.table(columns | {"documents": np.full(len(self.ids), self.documents)})
 
     def merge(self, other: pa.Table) -> None:
-        """Add the result of a search of other documents, as :meth:`table` gives it."""
+        """Add the result of a search of other documents, in the form of :meth:`table`."""
         scores, rows = arrow.to_numpy(other["score"]), arrow.to_matrix(other["row"])
         for block in topk.query_blocks(len(self.ids)):
             self.add(block, scores[block], rows[block])
@@ -218,19 +218,25 @@ def search(
     joined: Mapping[str, JoinedScores] | None = None,
     each: TaskRunner = map,
 ) -> dict[str, TopDocuments]:
-    """The `k` best documents of every query, by each of the scores, which are of the same queries.
+    """Find the `k` best documents of every query by each of the scores.
 
-    With `joined`, its scores rank the documents in place of `scores`, which they are made from.
+    Args:
+        pool: the documents.
+        scores: by name, all of the same queries.
+        k: documents per query.
+        joined: joined scores by name, which rank the documents instead; `scores` are their inputs. None: the
+            documents are ranked by `scores`.
+        each: runs the tasks.
     """
     queries = len(next(iter(scores.values())))
     total = {name: TopDocuments(queries, k) for name in joined or scores}
     task = partial(_search_group, pool=pool, scores=scores, k=k, joined=joined)
     documents = pool.embeddings.counts["documents"]
     with Progress("evaluate", total=documents, unit="documents searched") as progress:
-        for found in each(task, pool.groups()):
+        for table in each(task, pool.groups()):
             for number, one in enumerate(total.values()):
-                one.merge(found.slice(number * queries, queries))
-            progress.advance(found["read"][0].as_py())
+                one.merge(table.slice(number * queries, queries))
+            progress.advance(table["read"][0].as_py())
     return total
 
 
@@ -242,28 +248,28 @@ def _search_group(
     k: int,
     joined: Mapping[str, JoinedScores] | None,
 ) -> pa.Table:
-    """The best of a group of parts, one score after the other, and the number of documents read."""
+    """Search a group of parts; the table has the results of each score and the number of documents read."""
     queries = len(next(iter(scores.values())))
     best = {name: TopDocuments(queries, k) for name in joined or scores}
     for part in pool.read(group, {column for one in scores.values() for column in one.columns}):
         matrices = {name: one.documents(part) for name, one in scores.items()}
-        for chosen, firsts in _blocks(part):
-            block = {name: matrix[chosen] for name, matrix in matrices.items()}
+        for block_rows, firsts in _blocks(part):
+            block = {name: matrix[block_rows] for name, matrix in matrices.items()}
             for rows in topk.query_blocks(queries):
-                found = {name: one.block(block[name], rows) for name, one in scores.items()}
+                block_scores = {name: one.block(block[name], rows) for name, one in scores.items()}
                 if joined:
-                    found = {name: one.block(found, rows) for name, one in joined.items()}
-                for name, values in found.items():
-                    best[name].score(rows, values, part.rows[chosen], firsts)
+                    block_scores = {name: one.block(block_scores, rows) for name, one in joined.items()}
+                for name, values in block_scores.items():
+                    best[name].score(rows, values, part.rows[block_rows], firsts)
         for result in best.values():
             result.documents += len(part)
     table = pa.concat_tables(result.table() for result in best.values())
-    read = sum(pool.embeddings.rows_of(group).values())
-    return table.append_column("read", pa.array(np.full(len(table), read)))
+    documents_read = sum(pool.embeddings.rows_of(group).values())
+    return table.append_column("read", pa.array(np.full(len(table), documents_read)))
 
 
 def _blocks(part: PoolPart) -> Iterator[tuple[slice, Int[ndarray, " docs"]]]:
-    """Blocks of about DOCUMENT_BLOCK rows, each with the first places of its documents, which are whole."""
+    """Yield blocks of complete documents of about DOCUMENT_BLOCK rows, with the positions of first rows."""
     firsts = part.first_rows()
     start = 0
     while start < len(firsts):
@@ -281,45 +287,47 @@ def score_pairs(
     *,
     each: TaskRunner = map,
 ) -> dict[str, Float[ndarray, " pairs"]]:
-    """Scores of pairs of a query (its text) and a document in the order of `pairs`; NaN if the pool lacks it.
+    """Compute scores of pairs of a query (its text) and a document, in the order of `pairs`.
+
+    The score is NaN if the document is not in the pool.
 
     Args:
         pool: the documents.
-        scores: by name, of `queries`.
+        scores: by name, all of `queries`.
         queries: distinct texts.
         pairs: a table of `query` and `doc_id`.
         each: runs the tasks.
     """
     total = {name: np.full(len(pairs), np.nan) for name in scores}
-    own = pairs.select(["query", "doc_id"]).combine_chunks()
-    task = partial(_score_group, pool=pool, scores=scores, queries=pa.array(queries), pairs=own)
-    for found in each(task, pool.groups()):
+    needed = pairs.select(["query", "doc_id"]).combine_chunks()
+    task = partial(_score_group, pool=pool, scores=scores, queries=pa.array(queries), pairs=needed)
+    for table in each(task, pool.groups()):
         for name, values in total.items():
-            values[found["pair"].to_numpy()] = found[_score_column(name)].to_numpy()
+            values[table["pair"].to_numpy()] = table[_score_column(name)].to_numpy()
     return total
 
 
 def _score_column(name: str) -> str:
-    """Of a query side's scores beside the numbers of pairs: a side may be called `pair`."""
+    """Return the column of a side's scores; the prefix is needed because a side may have the name `pair`."""
     return f"score of {name}"
 
 
 def _score_group(
     group: list[str], *, pool: Pool, scores: Mapping[str, PoolScores], queries: pa.Array, pairs: pa.Table
 ) -> pa.Table:
-    """Numbers and scores of the pairs whose document is in a group of parts."""
+    """Return the numbers and scores of the pairs that have their document in a group of parts."""
     layout = pa.schema({"pair": pa.int64()} | {_score_column(name): pa.float64() for name in scores})
-    found = [layout.empty_table()]
+    tables = [layout.empty_table()]
     columns = {"doc_id", *(column for one in scores.values() for column in one.columns)}
     query_of = pc.index_in(pairs["query"], value_set=queries).to_numpy()
     for part in pool.read(group, columns):
         documents = {name: one.documents(part) for name, one in scores.items()}
-        place, present = places(pairs["doc_id"], part)
+        position, present = places(pairs["doc_id"], part)
         for start in range(0, len(present), _PAIRS_PER_BLOCK):
             rows = present[start : start + _PAIRS_PER_BLOCK]
             values = {
-                _score_column(name): one.pairs(documents[name], query_of[rows], place[rows])
+                _score_column(name): one.pairs(documents[name], query_of[rows], position[rows])
                 for name, one in scores.items()
             }
-            found.append(pa.table({"pair": rows, **values}).cast(layout))
-    return pa.concat_tables(found)
+            tables.append(pa.table({"pair": rows, **values}).cast(layout))
+    return pa.concat_tables(tables)

@@ -1,7 +1,7 @@
-"""The evaluate stage: test queries through every retrieval method over the whole pool, into one report.
+"""The evaluate stage, which runs test queries through every retrieval method and writes one report.
 
-The pool is searched in tasks that read its parts; this process holds queries, their judgements and results.
-Every task leaves a table in the work directory: a run after a kill repeats only tasks without one.
+Tasks read the parts of the pool and search them; this process holds queries, their judgements and results.
+Every task writes a table to the work directory: a run after a kill repeats only tasks without a table.
 """
 
 import re
@@ -74,17 +74,17 @@ def run(
 ) -> Artifact:
     """Build the `report` artifact.
 
-    Each query tower is searched in the document embeddings it was trained with.
+    Each query tower searches the document embeddings with which it was trained.
 
     Args:
         config: depths, methods, and optional files with judgements, candidates and answers.
         dataset: URI of queries, judgements and documents.
         embeddings: URI of the indexed document embeddings.
-        index: URI of the index that the served query tower is searched through.
-        dual_encoder: URI of stage I's towers.
+        index: URI of the index that the served query tower searches.
+        dual_encoder: URI of the dual encoder of stage I.
         student: URI of the distilled query tower.
-        teacher_embeddings: URI of the dual encoder's document embeddings, if `embeddings` are a student's
-            own.
+        teacher_embeddings: URI of the dual encoder's document embeddings, if `embeddings` are those of a
+            student's document tower.
         bm25_terms: URI of BM25's document weights: each tower is then also measured as a hybrid with BM25.
         output: URI of the artifact.
 
@@ -106,9 +106,9 @@ def run(
 
 
 def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Draft) -> dict[str, int]:
-    """Retrieve, measure and write all files; returns the artifact's counts."""
-    # Everything a user can get wrong is checked before the first query is encoded.
-    divided = _is_divided(config, parents["dataset"])
+    """Retrieve, measure and write all files; return the counts of the artifact."""
+    # All settings and files of the user are checked before the first query is encoded.
+    has_passages = _is_divided(config, parents["dataset"])
     each = RecordedTasks(draft.work("passes"), cluster.map_tasks)
     methods = Methods(config, parents, each)
     baseline = methods.baseline
@@ -121,18 +121,18 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     encoded, teacher = _encode(methods, ancestors, texts, test=test, keep=each)
 
     bm25 = count_bm25(methods, texts, test=queries)
-    runs, searched = retrieve(methods, encoded, bm25, test=queries)
+    runs, searched_count = retrieve(methods, encoded, bm25, test=queries)
     rankings = rankings_of(runs, test.query_ids)
     recall_at = config.recall_at
     values = measure_methods(rankings, qrels=test.qrels, recall_at=recall_at)
     typos = typo_slices(runs, values, with_typos=with_typos, recall_at=recall_at) if with_typos else None
     report: dict[str, Any] = {
-        **_about(parents, searched, test=test),
+        **_about(parents, searched_count, test=test),
         "methods": means(values),
         "queries_per_core_second": {
             name: 1 / one.core_seconds for name, one in encoded.items() if one.core_seconds
         },
-        "index": _index_section(methods, rankings, test=test, searched=searched),
+        "index": _index_section(methods, rankings, test=test, searched=searched_count),
         "significance": significance_section(values, baseline=baseline),
         "slices": {"typos": typos} if typos else {},
         "seconds": seconds(ancestors),
@@ -145,7 +145,7 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     if entropy:
         report["contrastive_entropy"] = entropy
     score = pair_scorer(methods, encoded, bm25)
-    if not divided:
+    if not has_passages:
         report |= _user_file_sections(methods, files, score, rankings, draft=draft)
 
     page = report_page(report, ancestors)
@@ -163,12 +163,14 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
 
 
 def _is_divided(config: EvaluateConfig, dataset: Artifact) -> bool:
-    """Whether rows are passages; ConfigError where a file of the config is about whole documents then."""
-    divided = settings(dataset) is not None
-    given = [name for name in ("judgements", "candidates", "answers") if getattr(config, name) is not None]
-    if divided and given:
-        raise ConfigError(f"evaluate.{given[0]} is of whole documents, the index of passages: leave it out")
-    return divided
+    """Return whether rows are passages; raise a ConfigError if there are files on complete documents then."""
+    has_passages = settings(dataset) is not None
+    files = [name for name in ("judgements", "candidates", "answers") if getattr(config, name) is not None]
+    if has_passages and files:
+        raise ConfigError(
+            f"evaluate.{files[0]} refers to complete documents, but the index has passages: leave it out"
+        )
+    return has_passages
 
 
 def _encode(
@@ -179,30 +181,30 @@ def _encode(
     test: TestSet,
     keep: "RecordedTasks",
 ) -> tuple[dict[str, QueryEmbeddings], dict[str, QueryEmbeddings]]:
-    """Embeddings of queries by every tower, and the teacher's by split, to compare the student with."""
+    """Encode queries by every tower, and return the teacher's embeddings by split for the comparison."""
     config, parents = methods.config, methods.parents
     towers = {name: parents[kind] for name, kind in methods.towers.items()}
     texts = {name: list(queries) for name in towers}
     teacher = {}
-    compares = config.tower_measures and "student" in parents
-    if compares:
+    has_comparison = config.tower_measures and "student" in parents
+    if has_comparison:
         teacher = tower_measures.sample_teacher_queries(latest(ancestors, "query_embeddings"))
     for sample in teacher.values():
         texts[config.names.student] += sample.queries
     encoded = encode_queries(towers, texts, config=config, keep=keep)
-    if compares and "dual_encoder" in parents:
+    if has_comparison and "dual_encoder" in parents:
         order = np.random.default_rng(0).permutation(len(test.queries))
-        chosen = np.sort(order[: tower_measures.DISTANCE_QUERIES])
-        own = encoded[config.names.dual_encoder]
-        teacher["test"] = own.subset([test.queries[row] for row in chosen])
+        rows = np.sort(order[: tower_measures.DISTANCE_QUERIES])
+        dual = encoded[config.names.dual_encoder]
+        teacher["test"] = dual.subset([test.queries[row] for row in rows])
     return encoded, teacher
 
 
 def _entropy(
     methods: Methods, encoded: Mapping[str, QueryEmbeddings], ancestors: Sequence[Ancestor], *, test: TestSet
 ) -> tuple[dict[str, Any], MeasureValues]:
-    """Contrastive entropy of every query tower, for the report and per query; empty if it is switched off."""
-    # It compares a query with its relevant documents; which of their passages is relevant is not judged.
+    """Compute contrastive entropy of every query tower, for the report and per query; empty if disabled."""
+    # It compares a query with its relevant documents, but judgements do not state the relevant passage.
     if not methods.config.tower_measures or settings(methods.parents["dataset"]) is not None:
         return {}, {}
     return tower_measures.entropies(
@@ -222,7 +224,7 @@ def _user_file_sections(
     *,
     draft: Draft,
 ) -> dict[str, Any]:
-    """The report's sections on judged pairs, candidates and answers, as far as there are such files."""
+    """Build the sections of the report on judged pairs, candidates and answers, if there are such files."""
     sections: dict[str, Any] = {}
     if files.pairs:
         sections["auc"] = auc_section(files.pairs, score)
@@ -243,7 +245,7 @@ def _user_file_sections(
 
 
 def _write_runs(draft: Draft, runs: Mapping[str, trec.Run], *, qrels: trec.Qrels) -> None:
-    """Write the judgements, and every method's results for the judged queries, in TREC's formats."""
+    """Write the judgements, and the results of every method for the judged queries, in TREC's formats."""
     trec.write_qrels(draft.path("qrels.trec"), qrels)
     for name, run in runs.items():
         tag = re.sub(r"[ (+]+", "-", name.replace(")", ""))
@@ -252,7 +254,7 @@ def _write_runs(draft: Draft, runs: Mapping[str, trec.Run], *, qrels: trec.Qrels
 
 
 def _about(parents: Mapping[str, Artifact], searched: int, *, test: TestSet) -> dict[str, Any]:
-    """What was evaluated; with the number of documents of exact search where these are a sample."""
+    """Describe the data set; include the number of documents of exact search if they are a sample."""
     dataset, documents = parents["dataset"], parents["embeddings"].counts["documents"]
     about: dict[str, Any] = {
         "dataset": str(dataset.manifest.config.get("name", dataset.uri.rstrip("/").rsplit("/", 1)[-1])),
@@ -266,7 +268,7 @@ def _about(parents: Mapping[str, Artifact], searched: int, *, test: TestSet) -> 
 def _index_section(
     methods: Methods, rankings: Mapping[str, Rankings], *, test: TestSet, searched: int
 ) -> dict[str, int | float]:
-    """Size of the index, and its recall against exact search, unless this covered a sample only."""
+    """Return the size of the index, and its recall against exact search if this covered all documents."""
     size: dict[str, int | float] = {"bytes_per_vector": methods.parents["index"].counts["bytes_per_vector"]}
     if searched < methods.parents["embeddings"].counts["documents"]:
         return size
@@ -276,9 +278,9 @@ def _index_section(
 
 
 class RecordedTasks:
-    """Runs tasks that give tables, and keeps each table in a folder: a finished task is never repeated.
+    """Runner of tasks that return tables, which stores the tables and never repeats a finished task.
 
-    Passes are known by their number: a stage makes the same ones in the same order whenever it is repeated.
+    Passes are identified by their number, because a repeated stage makes the same passes in the same order.
     """
 
     def __init__(self, folder: str, each: TaskRunner) -> None:
@@ -291,16 +293,16 @@ class RecordedTasks:
         *,
         each: TaskRunner | None = None,
     ) -> Iterator[pa.Table]:
-        """The tables of all items, in any order; `each` runs the tasks that have none yet."""
+        """Return the tables of all items, in any order; `each` runs the tasks that have no table yet."""
         folder = fs.join(self._folder, f"{next(self._passes):03d}")
-        done = fs.list_files(folder)
-        named = {f"{number:05d}.arrow": item for number, item in enumerate(items)}
-        todo = [(fs.join(folder, name), item) for name, item in named.items() if name not in done]
-        if done:
-            log.info("resuming: %d of %d tasks of a pass are done", len(done), len(named))
-        kept = PartStage(partial(_load, task)) if isinstance(task, PartStage) else partial(_keep, task=task)
-        new = (each or self._each)(kept, todo) if todo else ()
-        return map(read_table, chain((fs.join(folder, name) for name in done), new))
+        finished = fs.list_files(folder)
+        item_of = {f"{number:05d}.arrow": item for number, item in enumerate(items)}
+        todo = [(fs.join(folder, name), item) for name, item in item_of.items() if name not in finished]
+        if finished:
+            log.info("resuming: %d of %d tasks of a pass are done", len(finished), len(item_of))
+        store = PartStage(partial(_load, task)) if isinstance(task, PartStage) else partial(_keep, task=task)
+        new = (each or self._each)(store, todo) if todo else ()
+        return map(read_table, chain((fs.join(folder, name) for name in finished), new))
 
 
 def _load(stage: PartStage) -> Callable[[tuple[str, Any]], str]:
@@ -308,9 +310,9 @@ def _load(stage: PartStage) -> Callable[[tuple[str, Any]], str]:
 
 
 def _keep(item: tuple[str, Any], *, task: Callable[[Any], pa.Table]) -> str:
-    """Run a task and write its table, whole or not at all; returns its URI."""
-    uri, given = item
-    write_table(uri, task(given).combine_chunks())
+    """Run a task, write its table atomically, and return the URI of the table."""
+    uri, task_item = item
+    write_table(uri, task(task_item).combine_chunks())
     return uri
 
 
@@ -321,7 +323,7 @@ def encode_queries(
     config: EvaluateConfig,
     keep: Callable[..., Iterable[pa.Table]],
 ) -> dict[str, QueryEmbeddings]:
-    """Each query tower's embeddings of its queries, computed by an actor; `keep` keeps them.
+    """Encode queries by each query tower in an actor; `keep` runs the tasks and stores their tables.
 
     The driver does not encode, because on a cluster it often runs on a head node without GPU.
     """
@@ -338,16 +340,16 @@ def encode_queries(
             for table in keep(PartStage(partial(_BlockEncoder, tower)), blocks, each=on_actor):
                 tables.append(table)
                 progress.advance(len(table))
-        found = pa.concat_tables(tables)
-        core_seconds = float(np.median(found["seconds"])) * max(config.resources.cpus_per_worker, 1)
+        encoded_table = pa.concat_tables(tables)
+        core_seconds = float(np.median(encoded_table["seconds"])) * max(config.resources.cpus_per_worker, 1)
         encoded[name] = QueryEmbeddings(
-            found["query"].to_pylist(), arrow.to_numpy(found["embedding"]), core_seconds
+            encoded_table["query"].to_pylist(), arrow.to_numpy(encoded_table["embedding"]), core_seconds
         )
     return encoded
 
 
 class _BlockEncoder:
-    """Encodes blocks of queries, in an actor."""
+    """Encoder of blocks of queries, in an actor."""
 
     def __init__(self, tower: Artifact) -> None:
         self._encoder = QueryEncoder(tower.directory("query"))

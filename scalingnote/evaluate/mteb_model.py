@@ -1,10 +1,10 @@
-"""Published folders and the search of a run as models of mteb 2, and BEIR folders as its tasks.
+"""Models of mteb 2 from published folders and from the search of a run, and tasks from BEIR folders.
 
     model = folder_model("my-model")                 # a folder that `scalingnote distill` wrote
     model = api.mteb_search("runs/quickstart")       # the index of a run, with BM25 if the run has it
     evaluate(model, [beir_task("data/scifact")], to="results")
 
-mteb is an extra (`pip install scalingnote[mteb]`), imported where it is needed.
+mteb is an extra (`pip install scalingnote[mteb]`), which functions import when they need it.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ QUERIES_PER_BLOCK = 256
 
 
 def folder_model(folder: str | Path, *, name: str = "") -> Any:
-    """A sentence-transformers folder, which mteb loads by itself, with a name and a revision.
+    """Load a sentence-transformers folder as a model of mteb, with a name and a revision.
 
-    `name` is that of the model in the results; by default ``scalingnote/`` and the folder's name.
+    `name` is the name of the model in the results; by default ``scalingnote/`` and the name of the folder.
     """
     from mteb.models import SentenceTransformerEncoderWrapper
     from sentence_transformers import SentenceTransformer
@@ -40,41 +40,41 @@ def folder_model(folder: str | Path, *, name: str = "") -> Any:
 
 
 class MtebSearch:
-    """The search of a run as mteb's search model: it ranks by itself, as the service does.
+    """Search of a run as a search model of mteb, which ranks documents like the service.
 
-    The documents of a task must be those that the run has indexed: mteb encodes nothing.
+    The documents of a task must be those that the run has indexed, because mteb does not encode them.
     """
 
     def __init__(
         self, searcher: Any, query_path: Any, doc_ids: Iterable[str], *, about: Mapping[str, Any]
     ) -> None:
-        """Take the run's searcher and query path, and the fields of mteb's ModelMeta, name and revision."""
+        """Take the searcher, query path and ids of a run, and the name and revision for ModelMeta."""
         self._searcher, self._query_path, self._about = searcher, query_path, about
         self._doc_ids = frozenset(doc_ids)
 
     def index(self, corpus: Any, **_: Any) -> None:
-        """Check that the corpus is what the run has indexed; DataError if it is another."""
-        given = set(corpus["id"])
-        if missing := sorted(given ^ self._doc_ids):
+        """Check that the run has indexed this corpus; raise a DataError if it has indexed another one."""
+        task_ids = set(corpus["id"])
+        if missing := sorted(task_ids ^ self._doc_ids):
             raise DataError(
-                f"the task has {len(given):,} documents, the run indexed {len(self._doc_ids):,}; "
-                f"{len(missing):,} are in one of them only, such as {missing[0]!r}: run all stages on the "
-                "task's folder first"
+                f"the task has {len(task_ids):,} documents, the run indexed {len(self._doc_ids):,}; "
+                f"{len(missing):,} are only in one of them, for example {missing[0]!r}: run all stages on "
+                "the folder of the task first"
             )
 
     def search(
         self, queries: Any, *, top_k: int, top_ranked: Mapping[str, Sequence[str]] | None = None, **_: Any
     ) -> dict[str, dict[str, float]]:
-        """The `top_k` best documents of each query; `queries` is a dataset with `id` and `text`."""
+        """Find the `top_k` best documents of each query; `queries` is a dataset with `id` and `text`."""
         if top_ranked is not None:
-            raise ConfigError("a search ranks the whole corpus: re-ranking tasks need a published folder")
-        ids, texts, found = list(queries["id"]), list(queries["text"]), {}
+            raise ConfigError("a search ranks the entire corpus: re-ranking tasks need a published folder")
+        ids, texts, scores = list(queries["id"]), list(queries["text"]), {}
         for start in range(0, len(ids), QUERIES_PER_BLOCK):
             block = slice(start, start + QUERIES_PER_BLOCK)
             for query_id, query in zip(ids[block], self._query_path(texts[block]), strict=True):
                 (hits,) = self._searcher.search(query.embedding, query.terms, k=top_k)
-                found[query_id] = {hit.doc_id: float(hit.score) for hit in hits}
-        return found
+                scores[query_id] = {hit.doc_id: float(hit.score) for hit in hits}
+        return scores
 
     @property
     def mteb_model_meta(self) -> Any:
@@ -85,10 +85,15 @@ class MtebSearch:
 
 
 def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = ("eng-Latn",)) -> Any:
-    """A retrieval task of mteb over the test split of a folder in the BEIR layout.
+    """Build a retrieval task of mteb from the test split of a folder in the BEIR layout.
 
-    `name` is that of the task and its results file, by default the folder's; `languages` as mteb names them.
-    DataError if the folder is in another layout.
+    Args:
+        folder: in the BEIR layout.
+        name: of the task and its results file; by default the name of the folder.
+        languages: names of languages in mteb.
+
+    Raises:
+        DataError: the folder has another layout.
     """
     from mteb.abstasks.retrieval import AbsTaskRetrieval
     from mteb.abstasks.task_metadata import TaskMetadata
@@ -136,25 +141,25 @@ def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = 
 def evaluate(
     model: Any, tasks: Iterable[Any], *, to: str | Path, resume: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Evaluate a model of mteb by its tasks or :func:`beir_task`; returns task -> measure -> value.
+    """Evaluate a model on tasks of mteb or :func:`beir_task`, and return task -> measure -> value.
 
-    mteb writes its results files to the folder `to`. With `resume`, results that are there already, of the
-    same files of model and data, are taken.
+    mteb writes its results files to the folder `to`. With `resume`, existing results for the same files of
+    model and data are reused.
     """
     import mteb
 
-    done = mteb.evaluate(
+    results = mteb.evaluate(
         model,
         list(tasks),
         cache=mteb.ResultCache(Path(to)),
         overwrite_strategy="only-missing" if resume else "always",
         show_progress_bar=False,
     )
-    return {result.task_name: dict(result.scores["test"][0]) for result in done.task_results}
+    return {result.task_name: dict(result.scores["test"][0]) for result in results.task_results}
 
 
 def _checksum(folder: Path, patterns: Sequence[str]) -> str:
-    """Twelve digits that change with the files."""
+    """Return twelve hexadecimal digits that change with the files."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.rglob(pattern)}):
         with path.open("rb") as stream:

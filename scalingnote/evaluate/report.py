@@ -1,4 +1,4 @@
-"""Reports: the shape of report.json, what report.md and report.html show of it, and the lineage of artifacts.
+"""Reports: the contents of report.json, report.md and report.html, and the lineage of artifacts.
 
 {"dataset", "num_documents", "num_queries", "simulated_clicks", "sample": {"documents"},
  "methods": {NAME: {"R@1": ..., "MRR@10": ..., "nDCG@10": ...}},
@@ -16,9 +16,9 @@
  "seconds": {STAGE: s}, "environment": {...},
  "usage": {STAGE: {"requests", "bytes_read", "bytes_written", "driver_peak_bytes", "worker_peak_bytes"}}}
 
-An undefined number is null. Only dataset, methods, index, seconds and environment are always present;
-`sample` and no recall of the index where exact search covered some of the documents; `seeds` and `spread`
-where several trainings were pooled.
+An undefined number is null. Only dataset, methods, index, seconds and environment are always present. If
+exact search covered only some of the documents, `sample` is present and the recall of the index is not. If
+several trainings were pooled, `seeds` and `spread` are present.
 """
 
 import math
@@ -44,40 +44,40 @@ from scalingnote.train.config import MIXED
 
 Report = dict[str, Any]
 BETTER, WORSE = "▲", "▼"
-THROUGH_INDEX = " (index)"  # behind the name of the served query tower
+THROUGH_INDEX = " (index)"  # suffix of the name of the served query tower
 SIMULATED = "Training clicks were simulated from judged data (dataset.click_model)."
 METHODS_NOTE = (
-    "R@K is the share of queries with a relevant document among their first K of the whole pool "
-    "(Success@K where a query has several). Methods are searched exactly; “(index)” is the same query "
-    "tower searched through the compressed index."
+    "R@K is the share of queries with a relevant document among their first K of the entire pool "
+    "(Success@K if a query has several). Methods search exactly; “(index)” is the same query tower, which "
+    "searches the compressed index."
 )
 
 _ENTROPY = (
-    "Mean of -log softmax of a query's best document against others drawn from the pool, the same for all "
-    "methods: {negatives:,} of them, cosines over a temperature of {temperature:g}, {queries:,} queries. "
-    "Smaller is better; guessing gives {guess:.3f}."
+    "Mean of -log softmax of a query's best document against {negatives:,} others drawn from the pool, which "
+    "are the same for all methods. Cosines are divided by a temperature of {temperature:g}; {queries:,} "
+    "queries. Smaller is better; equal scores of all documents give {guess:.3f}."
 )
 _BY_METHOD = {
     "auc": (
         "Judged pairs",
         "Over {pairs:,} judged pairs of a query and a document, ranked together: how often the better of two "
-        "has the higher score. Not in the pool: {not_in_pool:,}; unusable rows: {unusable:,}.",
+        "pairs has the higher score. Not in the pool: {not_in_pool:,}; unusable rows: {unusable:,}.",
     ),
     "relaxed": (
         "Answers found",
-        "Relaxed R@K: the share of {queries:,} queries with one of their answers, word by word, in one of "
-        "the first K documents.",
+        "Relaxed R@K: the share of {queries:,} queries with the words of one of their answers, in sequence, "
+        "in one of the first K documents.",
     ),
     "reranking": (
         "Re-ranking",
-        "{candidates:,} given candidates of {queries:,} queries in the order of each method's scores; "
-        "{not_in_pool:,} are not in the pool and come last.",
+        "{candidates:,} candidates of {queries:,} queries from evaluate.candidates, sorted by the scores of "
+        "each method; {not_in_pool:,} are not in the pool and come last.",
     ),
 }
 
 
 def report_page(report: Report, ancestors: Iterable["Ancestor"]) -> ReportPage:
-    """All sections of a report in reading order, for Markdown and HTML alike."""
+    """Build all sections of a report in reading order, for both Markdown and HTML."""
     parts = (_quality_and_cost, _methods, _significance, _by_method, _typos, _distance)
     index = index_table({served_tower(report): report["index"]}, {served_tower(report): report["seconds"]})
     sections = [
@@ -92,9 +92,8 @@ def report_page(report: Report, ancestors: Iterable["Ancestor"]) -> ReportPage:
 
 
 def _quality_and_cost(report: Report) -> Iterator[ReportSection]:
-    """A picture: a measure of each method against the queries that a core encodes."""
     rates: Mapping[str, float] = report.get("queries_per_core_second", {})
-    if not rates:  # of an earlier release, or not measured
+    if not rates:  # a report of an earlier release, or not measured
         return
     measure = measures_of(report["methods"])[-1]
     rows = [
@@ -102,14 +101,14 @@ def _quality_and_cost(report: Report) -> Iterator[ReportSection]:
         for method in best_first(report)
     ]
     text = (
-        f"{measure} against the queries that one core encodes per second, in blocks. Methods of one query "
-        "tower encode alike; their search is not counted. Dashed: a method without an encoder."
+        f"{measure} against the queries that one core encodes per second, in blocks. Methods with the same "
+        "query tower have the same rate, because search is not counted. Dashed: a method without an encoder."
     )
     table = ReportTable(
         ["method", "queries/s and core", measure],
         [[method, f"{rate:,.0f}" if rate else "–", f"{value:.3f}"] for method, rate, value in rows],
     )
-    from scalingnote.evaluate import pictures  # late: matplotlib takes seconds
+    from scalingnote.evaluate import pictures  # imported late, because matplotlib takes seconds
 
     points = {method: (rate, value) for method, rate, value in rows}
     draw = partial(pictures.draw_quality_and_cost, points=points, measure=measure)
@@ -119,7 +118,7 @@ def _quality_and_cost(report: Report) -> Iterator[ReportSection]:
 
 def _methods(report: Report) -> Iterator[ReportSection]:
     order = best_first(report)
-    from scalingnote.evaluate import pictures  # late, as above
+    from scalingnote.evaluate import pictures  # imported late, see above
 
     cutoffs = [name for name in measures_of(report["methods"]) if name.startswith("R@")]
     groups = {name: [report["methods"][method][name] for method in order] for name in cutoffs}
@@ -135,17 +134,17 @@ def _significance(report: Report) -> Iterator[ReportSection]:
     text = (
         f"Mean difference over queries, its {100 * (1 - part['alpha']):g} % interval "
         f"({part['resamples']:,} bootstrap resamples of "
-        "the queries; those of a row hold all at once) and p (paired two-sided t-test, Holm's correction "
+        "the queries; the intervals of a row hold jointly) and p (paired two-sided t-test, Holm's correction "
         f"over the methods). {BETTER} and {WORSE}: better and worse than {baseline}, p < {part['alpha']:g}."
     )
     yield ReportSection(f"Against {baseline}", text, [differences_table(report)])
 
 
 def _by_method(report: Report) -> Iterator[ReportSection]:
-    """Sections that are a table of methods and measures."""
+    """Yield the sections that are a table of methods and measures."""
     recalls = [name for name in measure_names(report["methods"]) if is_recall(name)]
     if recalls:
-        text = "The share of a query's relevant documents among its first K: here some queries have several."
+        text = "The share of a query's relevant documents among its first K; some queries have several here."
         rows = {method: {name: row[name] for name in recalls} for method, row in report["methods"].items()}
         yield _method_section("Recall", text, rows)
     if part := report.get("contrastive_entropy"):
@@ -164,8 +163,8 @@ def _typos(report: Report) -> Iterator[ReportSection]:
     methods = slices[0]["methods"]
     measure = measure_names(methods)[-1]
     text = (
-        f"{measure}. The same queries, asked again with a letter swapped, dropped or doubled in a share of "
-        "their words (evaluate.typos)."
+        f"{measure} of the same queries with a letter swapped, dropped or doubled in a share of their words "
+        "(evaluate.typos)."
     )
     rows = [
         [one["label"], f"{one['queries']:,}", *(f"{row[measure]:.3f}" for row in one["methods"].values())]
@@ -179,8 +178,9 @@ def _distance(report: Report) -> Iterator[ReportSection]:
     if not part:
         return
     text = (
-        "Of the student's query embeddings from the teacher's, both of length 1; 2K/n Σ is what the papers' "
-        "bound on the student's loss grows by, K being 1. As given: of what the towers put out."
+        "Distance of the student's query embeddings from the teacher's, both scaled to length 1. 2K/n Σ is "
+        "the increase of the papers' bound on the student's loss, with K = 1. As given: distance of the "
+        "outputs of the towers, without scaling."
     )
     columns = {"mean": "mean distance", "bound": "2K/n Σ", "cosine": "cosine", "mean_as_given": "as given"}
     rows = [
@@ -194,7 +194,7 @@ def _distance(report: Report) -> Iterator[ReportSection]:
 def _method_section(
     title: str, text: str, methods: Mapping[str, Mapping[str, float | None]]
 ) -> ReportSection:
-    """A section with a row per method and a column per measure."""
+    """Build a section with a row per method and a column per measure."""
     names = list(dict.fromkeys(name for row in methods.values() for name in row))
     if all(name.split("@")[0] in FAMILIES for name in names):
         names = measure_names(methods)
@@ -209,12 +209,12 @@ def _lineage_section(ancestors: Iterable["Ancestor"]) -> ReportSection:
     rows: list[Sequence[str]] = []
     for ancestor in ancestors:
         counts = ancestor.artifact.counts if ancestor.artifact else {}
-        known = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items())
-        known = known if ancestor.artifact else "no longer there"
+        description = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items())
+        description = description if ancestor.artifact else "deleted or replaced"
         digest, uri = CodeCell(ancestor.digest[:12]), CodeCell(ancestor.uri)
-        rows.append([ancestor.stage, ancestor.kind, digest, known, uri])
-    head = ["stage", "artifact", "digest", "counts", "where"]
-    text = "Every artifact these numbers rest on. A digest covers settings, inputs and bytes."
+        rows.append([ancestor.stage, ancestor.kind, digest, description, uri])
+    head = ["stage", "artifact", "digest", "counts", "URI"]
+    text = "All artifacts from which these numbers were computed. A digest covers settings, inputs and bytes."
     return ReportSection("Lineage", text, [ReportTable(head, rows, text=5)])
 
 
@@ -222,21 +222,21 @@ def _lineage_section(ancestors: Iterable["Ancestor"]) -> ReportSection:
 
 
 def stage_table(report: Report) -> ReportTable:
-    """Time, storage and memory of each stage."""
+    """Build a table of time, storage and memory of each stage."""
     head = ["stage", "seconds", "requests", "MB/s read", "MB/s written", "GB of driver", "GB of a worker"]
     rows = []
     for stage, seconds in report["seconds"].items():
         row = [stage, f"{seconds:,.1f}"]
-        if used := report.get("usage", {}).get(stage):  # artifacts of earlier releases have none
-            speeds = [used[name] / 1e6 / max(seconds, 1e-3) for name in ("bytes_read", "bytes_written")]
-            peaks = [used[name] / 1e9 for name in ("driver_peak_bytes", "worker_peak_bytes")]
-            row += [f"{used['requests']:,}", *(f"{v:,.1f}" for v in speeds), *(f"{v:.2f}" for v in peaks)]
+        if stats := report.get("usage", {}).get(stage):  # artifacts of earlier releases have none
+            speeds = [stats[name] / 1e6 / max(seconds, 1e-3) for name in ("bytes_read", "bytes_written")]
+            peaks = [stats[name] / 1e9 for name in ("driver_peak_bytes", "worker_peak_bytes")]
+            row += [f"{stats['requests']:,}", *(f"{v:,.1f}" for v in speeds), *(f"{v:.2f}" for v in peaks)]
         rows.append(row + ["–"] * (len(head) - len(row)))
     return ReportTable(head, rows)
 
 
 def main_table(report: Report) -> ReportTable:
-    """Measures of each method, best first by the last one: nDCG, which considers both grades and ranks."""
+    """Build a table of the measures of each method, best first by nDCG, which depends on grades and ranks."""
     rows: dict[str, dict[str, float]] = report["methods"]
     names, sample = measures_of(rows), report.get("sample")
     highest = {name: max(row[name] for row in rows.values() if name in row) for name in names}
@@ -250,7 +250,7 @@ def main_table(report: Report) -> ReportTable:
         return StrongCell(text) if value == highest[name] else text
 
     def documents(method: str) -> list[str]:
-        """The number that a method searched, where not all methods searched all."""
+        """Return the number of documents that a method searched, if methods searched different numbers."""
         if not sample:
             return []
         return [f"{report['num_documents'] if '(index)' in method else sample['documents']:,}"]
@@ -261,7 +261,7 @@ def main_table(report: Report) -> ReportTable:
 
 
 def best_first(report: Report) -> list[str]:
-    """Methods in the order of the main table."""
+    """Return the methods in the order of the main table."""
     methods: dict[str, dict[str, float]] = report["methods"]
     last = measures_of(methods)[-1]
     return sorted(methods, key=lambda method: (-methods[method].get(last, 0.0), method))
@@ -270,7 +270,7 @@ def best_first(report: Report) -> list[str]:
 def index_table(
     indexes: Mapping[str, Mapping[str, int | float]], seconds: Mapping[str, Mapping[str, float]]
 ) -> ReportTable:
-    """Recall, size and time of each index, by the tower behind it."""
+    """Build a table of recall, size and time of each index, by its query tower."""
     rows = [
         [
             method,
@@ -284,21 +284,21 @@ def index_table(
 
 
 def served_tower(report: Report) -> str:
-    """The query tower behind the index; without such a row the first method."""
+    """Return the query tower that searches the index; the first method if there is no such row."""
     names = list(report["methods"])
-    through = [name for name in names if name.endswith(THROUGH_INDEX)]
-    return str((through or names)[0]).removesuffix(THROUGH_INDEX)
+    through_index = [name for name in names if name.endswith(THROUGH_INDEX)]
+    return str((through_index or names)[0]).removesuffix(THROUGH_INDEX)
 
 
 def differences_table(report: Report, *, intervals: bool = True) -> ReportTable:
-    """Differences of the methods from the baseline with corrected p-values: a row for each measure."""
+    """Build a table of differences from the baseline with corrected p-values: a row for each measure."""
     differences = report.get("significance", {}).get("differences", {})
 
     def cell(method: str, measure: str) -> str:
-        found = differences[method][measure]
-        p, text = found["p_holm"], f"{found['difference']:+.3f}"
+        values = differences[method][measure]
+        p, text = values["p_holm"], f"{values['difference']:+.3f}"
         if intervals:
-            text += f" [{found['low']:+.3f}, {found['high']:+.3f}]"
+            text += f" [{values['low']:+.3f}, {values['high']:+.3f}]"
         text += "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.3f}"
         return f"{text} {significance_mark(report, method, measure)}".rstrip()
 
@@ -308,35 +308,36 @@ def differences_table(report: Report, *, intervals: bool = True) -> ReportTable:
 
 
 def size_line(report: Report) -> str:
-    """One line: the data set, and the numbers of documents and queries."""
+    """Return a line with the data set and the numbers of documents and queries."""
     return f"{report['dataset']}: {report['num_documents']:,} documents, {report['num_queries']:,} queries"
 
 
 def notes(report: Report) -> list[str]:
-    """Notes on the data for readers of the main table."""
-    found = [SIMULATED] if report["simulated_clicks"] else []
+    """Return notes on the data for readers of the main table."""
+    lines = [SIMULATED] if report["simulated_clicks"] else []
     if (seeds := report.get("seeds", 1)) > 1:
-        found.append(
+        lines.append(
             f"Means over {seeds} trainings with different seeds, ± the standard deviation between them. The "
-            "tests compare means over seeds query by query: they hold for other queries, and for these seeds."
+            "tests compare means over seeds query by query: they hold for other queries, but only for these "
+            "seeds."
         )
     if sample := report.get("sample"):
-        found.append(
+        lines.append(
             f"Exact search and BM25 cover a seeded sample of {sample['documents']:,} of "
             f"{report['num_documents']:,} documents, with all judged ones; the index covers all. Among fewer "
-            "documents a query finds its own more easily: the index's rows compare with no others, and its "
-            "recall against exact search was not measured."
+            "documents a query finds its relevant ones more easily: rows of the index are not comparable "
+            "with other rows, and its recall against exact search was not measured."
         )
-    return found
+    return lines
 
 
 def measures_of(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the measures of the main table in order: all except Recall@K."""
+    """Return the names of the measures of the main table in order: all except Recall@K."""
     return [name for name in measure_names(methods) if not is_recall(name)]
 
 
 def significance_mark(report: Report, method: str, measure: str) -> str:
-    """A mark for a method that is significantly better or worse than the baseline; else nothing."""
+    """Return a mark if a method is significantly better or worse than the baseline, else empty text."""
     significance = report.get("significance", {})
     difference = significance.get("differences", {}).get(method, {}).get(measure)
     if difference is None or difference["p_holm"] is None or difference["p_holm"] >= significance["alpha"]:
@@ -344,26 +345,26 @@ def significance_mark(report: Report, method: str, measure: str) -> str:
     return BETTER if difference["difference"] > 0 else WORSE
 
 
-# --- lineage: all artifacts behind an artifact, by the parents in manifests --------------------------------
+# --- lineage: all ancestors of an artifact, by the parents in manifests ------------------------------------
 
 
 @dataclass(frozen=True)
 class Ancestor:
     """One artifact of a lineage; `artifact` is None if it was deleted or replaced since."""
 
-    kind: str  # as its child calls it where it is gone
+    kind: str  # if it was deleted, the name of the parent in the manifest of its child
     uri: str
     digest: str
     artifact: Artifact | None
 
     @property
     def stage(self) -> str:
-        """The stage that built the artifact, over all of its rounds: the folder in the run's directory."""
+        """Stage that built the artifact, without the round: the folder in the directory of the run."""
         return self.uri.rstrip("/").split("/")[-2].partition("@")[0]
 
 
 def lineage(artifacts: Iterable[Artifact]) -> list[Ancestor]:
-    """The artifacts and all their ancestors in topological order: parents come first."""
+    """Return the artifacts and all their ancestors in topological order: parents come first."""
     ancestors: dict[str, Ancestor] = {}
     for artifact in artifacts:
         _add(Ancestor(artifact.manifest.kind, artifact.uri, artifact.digest, artifact), ancestors)
@@ -373,8 +374,8 @@ def lineage(artifacts: Iterable[Artifact]) -> list[Ancestor]:
 def _add(ancestor: Ancestor, known: dict[str, Ancestor]) -> None:
     if ancestor.digest in known:
         return
-    recorded = ancestor.artifact.manifest.parents if ancestor.artifact else {}
-    for name, parent in sorted(recorded.items()):
+    parents = ancestor.artifact.manifest.parents if ancestor.artifact else {}
+    for name, parent in sorted(parents.items()):
         if not name.startswith(MIXED):
             _add(_open(name, parent["uri"], parent["digest"]), known)
     known[ancestor.digest] = ancestor
@@ -383,7 +384,7 @@ def _add(ancestor: Ancestor, known: dict[str, Ancestor]) -> None:
 def _open(name: str, uri: str, digest: str) -> Ancestor:
     try:
         manifest = read_manifest(uri)
-    except ArtifactError:  # of another release
+    except ArtifactError:  # the manifest is of another release
         manifest = None
     if manifest is None or manifest.digest != digest:
         return Ancestor(name, uri, digest, None)
@@ -391,28 +392,28 @@ def _open(name: str, uri: str, digest: str) -> Ancestor:
 
 
 def latest(ancestors: Iterable[Ancestor], kind: str) -> Artifact | None:
-    """The last artifact of a kind in a lineage; None if there is none any more."""
-    found = [ancestor.artifact for ancestor in ancestors if ancestor.kind == kind and ancestor.artifact]
-    return found[-1] if found else None
+    """Return the last existing artifact of a kind in a lineage; None if there is none."""
+    artifacts = [ancestor.artifact for ancestor in ancestors if ancestor.kind == kind and ancestor.artifact]
+    return artifacts[-1] if artifacts else None
 
 
 def seconds(ancestors: Iterable[Ancestor]) -> dict[str, float]:
-    """Stage -> seconds of the last attempts of all its rounds, of the artifacts that still exist."""
+    """Return stage -> seconds of the last attempts of all its rounds, for artifacts that still exist."""
     by_stage: dict[str, float] = {}
     for one in ancestors:
-        taken = one.artifact.manifest.info.get("seconds") if one.artifact else None
-        if taken is not None:
-            by_stage[one.stage] = round(by_stage.get(one.stage, 0.0) + taken, 3)
+        duration = one.artifact.manifest.info.get("seconds") if one.artifact else None
+        if duration is not None:
+            by_stage[one.stage] = round(by_stage.get(one.stage, 0.0) + duration, 3)
     return by_stage
 
 
 def usage(ancestors: Iterable[Ancestor]) -> dict[str, dict[str, int]]:
-    """Stage -> storage and memory that it used: sums over its rounds, and the largest of their peaks."""
+    """Return stage -> use of storage and memory: sums over its rounds, and the largest peaks."""
     by_stage: dict[str, dict[str, int]] = {}
     for ancestor in ancestors:
-        used = ancestor.artifact.manifest.info.get("usage", {}) if ancestor.artifact else {}
-        total = by_stage.setdefault(ancestor.stage, {}) if used else {}
-        for name, value in used.items():
+        stats = ancestor.artifact.manifest.info.get("usage", {}) if ancestor.artifact else {}
+        total = by_stage.setdefault(ancestor.stage, {}) if stats else {}
+        for name, value in stats.items():
             before = total.get(name, 0)
             total[name] = max(before, value) if name.endswith("peak_bytes") else before + value
     return by_stage

@@ -1,14 +1,15 @@
-"""Retrieval methods of the report: each ranks the documents for the test queries.
+"""Retrieval methods of the report, each of which ranks the documents for the test queries.
 
-Query towers are searched exactly, and the served one also through the index. If documents have term weights,
-there are also sparse search and each tower's hybrid with it; if the run has weighted words by BM25, each
-tower's hybrid with BM25. BM25 over the same pool is the lexical baseline.
+Query towers search exactly, and the served tower also searches the index. If documents have term weights,
+there are also sparse search and the hybrid of each tower with it; if the run has BM25 weights of words, there
+is also the hybrid of each tower with BM25. BM25 over the same pool is the lexical baseline.
 
-    each pool ─► scores by embeddings and by terms ─► their hybrids ─► ids of the rows found
+    each pool ─► scores by embeddings and by terms ─► their hybrids ─► ids of the rows
     each shard of the index ─► its best documents, merged
-    texts ─► document frequencies of the queries' words ─► BM25's impacts, in the search itself
+    texts ─► document frequencies of the queries' words ─► BM25's impacts, computed during search
 
-Every pass runs in tasks; methods over the same documents share it. This process holds queries and results.
+Every pass runs in tasks, and methods over the same documents share it. This process holds queries and
+results.
 """
 
 from collections import Counter
@@ -46,13 +47,13 @@ from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import TaskRunner
 
 INDEX_RECALL_AT = (10, 100)
-RUN_DEPTH = 100  # results kept per query and method: the deepest measure beside R@K
+RUN_DEPTH = 100  # results per query and method: the depth of the deepest measure except R@K
 QUERIES_PER_SEARCH = 256
-# Of a larger pool, exact search and BM25 search a seeded sample of about so many documents, and all judged
-# ones; the index is always searched as a whole.
+# In a larger pool, exact search and BM25 search a seeded sample of about this number of documents, and all
+# judged ones; the entire index is always searched.
 MAX_EXACT_DOCUMENTS = 10_000_000
-TERM_SCORES, WORD_SCORES = "(terms)", "(words)"  # scores that are no method of their own name
-Ranked = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]  # scores and rows; a row of -1 is none
+TERM_SCORES, WORD_SCORES = "(terms)", "(words)"  # names of scores that are not methods
+Ranked = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]  # scores and rows, padded with row -1
 _NUMBERS = {name: pa.int64() for name in ("query", "shard", "rank")}
 _HITS = pa.schema(_NUMBERS | {"score": pa.float64(), "doc_id": pa.string()})
 
@@ -66,10 +67,10 @@ def weigh_words(
     b: float = BM25Config().b,
     each: TaskRunner = map,
 ) -> BM25Weights:
-    """BM25's weights of the words of `queries`, by the texts of the pool's documents, without an index.
+    """Compute BM25's weights of the words of `queries` from the texts of the pool, without an index.
 
-    Texts are split into words twice, here and by :func:`word_scores`, so that nothing is stored in between,
-    and only words of queries are counted: the caller holds their frequencies alone.
+    Texts are split into words twice, here and by :func:`word_scores`, so that no result is stored in between.
+    Only words of queries are counted: the caller holds only their frequencies.
 
     Raises:
         DataError: no document has a word.
@@ -80,8 +81,8 @@ def weigh_words(
     task = partial(_count_group, pool=pool, words=words, language=language)
     total = pool.embeddings.counts["documents"]
     with Progress("evaluate", total=total, unit="documents counted for BM25") as progress:
-        for found in each(task, pool.groups()):
-            (row,) = found.to_pylist()
+        for table in each(task, pool.groups()):
+            (row,) = table.to_pylist()
             documents, length = documents + row["documents"], length + row["words"]
             frequency += np.array(row["frequency"], np.int64)
             progress.advance(row["read"])
@@ -90,29 +91,31 @@ def weigh_words(
             f"none of {documents:,} documents of {pool.embeddings.uri} has a word for BM25: check title, "
             "topic and content, or set evaluate.bm25=false"
         )
-    counted = pa.table({"word": words, "documents": frequency}, schema=WORDS)
-    return BM25Weights(counted, documents=documents, length=length, k1=k1, b=b, language=language)
+    counts = pa.table({"word": words, "documents": frequency}, schema=WORDS)
+    return BM25Weights(counts, documents=documents, length=length, k1=k1, b=b, language=language)
 
 
 def _count_group(group: list[str], *, pool: Pool, words: Sequence[str], language: Language) -> pa.Table:
-    """Documents read and counted, their length in words, and the document frequency of each word: a row."""
-    known, frequency = frozenset(words), Counter[str]()
+    """Count documents, their length in words, and the document frequency of each word, as one row."""
+    query_words, frequency = frozenset(words), Counter[str]()
     documents = length = 0
     for part in pool.read(group, ["doc_id"]):
         for text in part.texts():
-            own = terms(text, language)
-            documents, length = documents + 1, length + len(own)
-            frequency.update(known.intersection(own))
-    read = sum(pool.embeddings.rows_of(group).values())
-    row = {"read": read, "documents": documents, "words": length}
+            text_words = terms(text, language)
+            documents, length = documents + 1, length + len(text_words)
+            frequency.update(query_words.intersection(text_words))
+    documents_read = sum(pool.embeddings.rows_of(group).values())
+    row = {"read": documents_read, "documents": documents, "words": length}
     return pa.Table.from_pylist([row | {"frequency": [frequency[word] for word in words]}])
 
 
 def word_scores(weights: BM25Weights, queries: Sequence[str]) -> SparseScores:
-    """Scores by BM25 of the documents' texts; words without a weight are ignored."""
+    """Build BM25 scores of the texts of documents; words without a weight are ignored."""
     number = {word: number for number, word in enumerate(weights.words.to_pylist())}
-    split = ((row, word) for row, query in enumerate(queries) for word in terms(query, weights.language))
-    entries = np.array([(row, number[word]) for row, word in split if word in number], np.int64)
+    query_words = (
+        (row, word) for row, query in enumerate(queries) for word in terms(query, weights.language)
+    )
+    entries = np.array([(row, number[word]) for row, word in query_words if word in number], np.int64)
     counts = np.ones(len(entries), np.float32), tuple(entries.reshape(-1, 2).T)  # equal entries are added
     matrix = csr_array(counts, shape=(len(queries), len(number)))
     return SparseScores(matrix, partial(_word_matrix, weights=weights), ("doc_id",))
@@ -120,9 +123,9 @@ def word_scores(weights: BM25Weights, queries: Sequence[str]) -> SparseScores:
 
 def _word_matrix(part: PoolPart, *, weights: BM25Weights) -> Any:
     pieces = [csr_array((0, len(weights.idf)), dtype=np.float32)]
-    for found in weights.saturations(part.texts()):
-        impacts = (weights.idf[found.indices] * found.data).astype(np.float32)
-        pieces.append(csr_array((impacts, found.indices, found.indptr), shape=found.shape))
+    for saturations in weights.saturations(part.texts()):
+        impacts = (weights.idf[saturations.indices] * saturations.data).astype(np.float32)
+        pieces.append(csr_array((impacts, saturations.indices, saturations.indptr), shape=saturations.shape))
     return vstack(pieces, format="csr")
 
 
@@ -131,7 +134,7 @@ def _word_matrix(part: PoolPart, *, weights: BM25Weights) -> Any:
 
 @dataclass(frozen=True)
 class Methods:
-    """The retrieval methods of a report: their names, and the artifacts that they search."""
+    """Retrieval methods of a report: their names, and the artifacts that they search."""
 
     config: EvaluateConfig
     parents: Mapping[str, Artifact]
@@ -139,18 +142,18 @@ class Methods:
 
     @property
     def towers(self) -> dict[str, str]:
-        """Method -> name of the parent artifact with its query tower; the last one is served."""
+        """Name of the parent artifact with the query tower of each method; the last one is served."""
         names = {self.config.names.dual_encoder: "dual_encoder", self.config.names.student: "student"}
         return {name: kind for name, kind in names.items() if kind in self.parents}
 
     @property
     def served(self) -> str:
-        """The name of the query tower that is searched through the index."""
+        """Name of the query tower that searches the index."""
         return list(self.towers)[-1]
 
     @property
     def names(self) -> list[str]:
-        """Names of the methods of :func:`retrieve`, in its order."""
+        """Names of the methods of :func:`retrieve`, in this order."""
         names = []
         for name, kind in self.towers.items():
             terms = self.has_terms(self.pool_of(kind))
@@ -162,50 +165,50 @@ class Methods:
                 f"{name} + bm25": "bm25_terms" in self.parents,
                 f"{name} (index)": name == self.served and "index" in self.parents,
             }
-            names += [method for method, measured in of_tower.items() if measured]
+            names += [method for method, is_measured in of_tower.items() if is_measured]
         return [*names, "bm25"] if self.config.bm25 else names
 
     @property
     def baseline(self) -> str:
-        """The method that all others are compared with; ConfigError if the config names an unknown one."""
-        chosen, names = self.config.baseline, self.names
-        if chosen is not None and chosen not in names:
+        """Method with which all others are compared; a ConfigError if the config names an unknown one."""
+        name, names = self.config.baseline, self.names
+        if name is not None and name not in names:
             raise ConfigError(
-                f"evaluate.baseline={chosen!r} is none of the methods: set one of {', '.join(names)}"
+                f"evaluate.baseline={name!r} is not a method of this report: set one of {', '.join(names)}"
             )
-        return chosen or names[0]
+        return name or names[0]
 
     def language(self) -> Language:
-        """The language of BM25: that of the documents' words in the index, else as it is detected."""
+        """Return the language of BM25: that of the documents' words in the index, else the detected one."""
         if (words := self.parents.get("bm25_terms")) is not None:
             language: Language = words.read_json(COLLECTION).get("language", "none")
             return language
         return language_of(self.parents["dataset"], section="evaluate")
 
     def has_terms(self, pool: str) -> bool:
-        """Whether the documents of a parent artifact have terms, by towers with a sparse head."""
+        """Return whether the documents of a parent artifact have terms from towers with a sparse head."""
         if "dual_encoder" not in self.parents or "dual_encoder" not in self.parents[pool].manifest.parents:
             return False
         return bool(self.parents["dual_encoder"].names("sparse_query/"))
 
     def pool_of(self, kind: str) -> str:
-        """The parent artifact with the document embeddings that a query tower is searched in."""
-        own = kind == "dual_encoder" and "teacher_embeddings" in self.parents
-        return "teacher_embeddings" if own else "embeddings"
+        """Return the name of the parent artifact with the document embeddings that a query tower searches."""
+        has_own_pool = kind == "dual_encoder" and "teacher_embeddings" in self.parents
+        return "teacher_embeddings" if has_own_pool else "embeddings"
 
     def pool(self, name: str, *, test: TestSet) -> Pool:
-        """The documents of a parent artifact; above MAX_EXACT_DOCUMENTS, a sample with all judged ones."""
+        """Return the documents of a parent artifact, or a sample if these exceed MAX_EXACT_DOCUMENTS."""
         sample, most = None, MAX_EXACT_DOCUMENTS
         total = self.parents["embeddings"].counts["documents"]
         if total > most:
             judged = pa.array(sorted({doc for judged in test.qrels.values() for doc in judged}), pa.string())
-            divided = settings(self.parents["dataset"]) is not None
-            sample = Sample(most / total, judged, passages=divided)
+            has_passages = settings(self.parents["dataset"]) is not None
+            sample = Sample(most / total, judged, passages=has_passages)
         return Pool(self.parents[name], self.parents["dataset"], sample)
 
 
 def count_bm25(methods: Methods, queries: Sequence[str], *, test: TestSet) -> BM25Weights | None:
-    """BM25 for these queries over the documents that are searched exactly; None if it is switched off."""
+    """Compute BM25 weights for queries over the documents of exact search; None if BM25 is disabled."""
     if not methods.config.bm25:
         return None
     pool = methods.pool("embeddings", test=test)
@@ -215,22 +218,22 @@ def count_bm25(methods: Methods, queries: Sequence[str], *, test: TestSet) -> BM
 def retrieve(
     methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: BM25Weights | None, *, test: TestSet
 ) -> tuple[dict[str, trec.Run], int]:
-    """Search the test queries with every method; `bm25` is left out if it is None.
+    """Search the test queries with every method; without `bm25` this method is left out.
 
     Returns:
-        Method -> run, and the number of documents that were searched exactly.
+        Method -> run, and the number of documents of exact search.
     """
     parents, towers = methods.parents, methods.towers
     depth = max(RUN_DEPTH, *methods.config.recall_at)
     runs: dict[str, trec.Run] = {}
     documents = 0
     for name in dict.fromkeys([*map(methods.pool_of, towers.values()), "embeddings"]):
-        mine = [tower for tower, kind in towers.items() if methods.pool_of(kind) == name]
-        counted = bm25 if name == "embeddings" else None
-        if mine or counted:
-            own = {tower: encoded[tower] for tower in mine}
-            found, documents = _search_pool(methods, name, own, counted, test=test, k=depth)
-            runs |= _runs(methods.pool(name, test=test), found, test=test, each=methods.each)
+        pool_towers = [tower for tower, kind in towers.items() if methods.pool_of(kind) == name]
+        pool_bm25 = bm25 if name == "embeddings" else None
+        if pool_towers or pool_bm25:
+            queries_of = {tower: encoded[tower] for tower in pool_towers}
+            ranked, documents = _search_pool(methods, name, queries_of, pool_bm25, test=test, k=depth)
+            runs |= _runs(methods.pool(name, test=test), ranked, test=test, each=methods.each)
     if "index" in parents:
         queries = encoded[methods.served].unit(test.queries)
         runs[f"{methods.served} (index)"] = _through_index(
@@ -248,9 +251,9 @@ def _search_pool(
     test: TestSet,
     k: int,
 ) -> tuple[dict[str, Ranked], int]:
-    """Every method's best documents of a pool, and the number of documents searched.
+    """Find the best documents of a pool by every method, and return the number of searched documents.
 
-    A hybrid needs the score ranges of the whole pool, so that it takes a second pass.
+    A hybrid needs the score ranges of the entire pool, and therefore a second pass.
     """
     parents, queries, pool = methods.parents, test.queries, methods.pool(name, test=test)
     search = partial(exact_search.search, pool, k=k, each=methods.each)
@@ -267,54 +270,58 @@ def _search_pool(
     single = search(sides)
     ranked = {name: (one.scores, one.ids) for name, one in single.items()}
     for lexical in {TERM_SCORES, WORD_SCORES, "bm25"} & sides.keys():
-        # A document that shares no term with the query has no rank, as in service.
-        scored, rows = ranked[lexical]
-        ranked[lexical] = scored, np.where(scored > 0, rows, -1)
-    found = {method: ranked[method] for method in [*encoded, "bm25"] if method in ranked}
+        # A document that shares no term with the query has no rank, as in the service.
+        scores, rows = ranked[lexical]
+        ranked[lexical] = scores, np.where(scores > 0, rows, -1)
+    by_method = {method: ranked[method] for method in [*encoded, "bm25"] if method in ranked}
     if TERM_SCORES in sides and (dual := methods.config.names.dual_encoder) in encoded:
-        found[f"{dual} (sparse)"] = ranked[TERM_SCORES]
-    joining, joined = methods.config.hybrid, {}
-    if joining.dense_weight == 0:  # terms alone, which find no document without a term of the query
+        by_method[f"{dual} (sparse)"] = ranked[TERM_SCORES]
+    joining, joined_scores = methods.config.hybrid, {}
+    if joining.dense_weight == 0:  # only terms, which find no document without a term of the query
         for method, (_, sparse) in hybrids.items():
-            scored, rows = ranked[sparse]
-            shown = np.where(rows < 0, 0.0, scored)
-            found[method] = hybrid.normalise(shown, *single[sparse].ranges), rows
+            scores, rows = ranked[sparse]
+            term_scores = np.where(rows < 0, 0.0, scores)
+            by_method[method] = hybrid.normalise(term_scores, *single[sparse].ranges), rows
     else:
-        joined = {
+        joined_scores = {
             method: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)
             for method, both in hybrids.items()
         }
     if joining.raw and TERM_SCORES in sides:
         raw = {f"{tower} (raw hybrid)": (tower, TERM_SCORES) for tower in encoded}
-        joined |= {method: JoinedScores(both, None, dense_weight=0.5) for method, both in raw.items()}
-    if joined:
-        needed = {side: sides[side] for one in joined.values() for side in one.names}
-        found |= {method: (one.scores, one.ids) for method, one in search(needed, joined=joined).items()}
-    return found, next(iter(single.values())).documents
+        joined_scores |= {method: JoinedScores(both, None, dense_weight=0.5) for method, both in raw.items()}
+    if joined_scores:
+        needed = {side: sides[side] for one in joined_scores.values() for side in one.names}
+        by_method |= {
+            method: (one.scores, one.ids) for method, one in search(needed, joined=joined_scores).items()
+        }
+    return by_method, next(iter(single.values())).documents
 
 
-def _runs(pool: Pool, found: Mapping[str, Ranked], *, test: TestSet, each: TaskRunner) -> dict[str, trec.Run]:
-    """Runs of rows as runs of document ids."""
-    everything = np.concatenate([rows for _, rows in found.values()], axis=1)
-    distinct, doc_ids = pools.document_ids(pool, everything, each=each)
+def _runs(
+    pool: Pool, rankings: Mapping[str, Ranked], *, test: TestSet, each: TaskRunner
+) -> dict[str, trec.Run]:
+    """Convert rankings of rows to runs of document ids."""
+    all_rows = np.concatenate([rows for _, rows in rankings.values()], axis=1)
+    distinct, doc_ids = pools.document_ids(pool, all_rows, each=each)
     if pool.passages:
         doc_ids = pools.document_ids_of(doc_ids)
 
     def hits(values: Float[ndarray, " k"], rows: Int[ndarray, " k"]) -> list[tuple[str, float]]:
-        found = rows >= 0
-        names = doc_ids.take(pa.array(np.searchsorted(distinct, rows[found]))).to_pylist()
-        return list(zip(names, values[found].tolist(), strict=True))
+        is_hit = rows >= 0
+        names = doc_ids.take(pa.array(np.searchsorted(distinct, rows[is_hit]))).to_pylist()
+        return list(zip(names, values[is_hit].tolist(), strict=True))
 
     return {
         name: {query_id: hits(*line) for query_id, *line in zip(test.query_ids, *ranked, strict=True)}
-        for name, ranked in found.items()
+        for name, ranked in rankings.items()
     }
 
 
 def pair_scorer(
     methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: BM25Weights | None
 ) -> PairScoreFunction:
-    """Scores of any pairs of query and document by the methods that have some: query towers and BM25."""
+    """Return a function that scores pairs of query and document by query towers and BM25."""
 
     def score(queries: Sequence[str], pairs: pa.Table) -> dict[str, Float[ndarray, " pairs"]]:
         sides: dict[str, dict[str, PoolScores]] = {}
@@ -322,11 +329,11 @@ def pair_scorer(
             sides.setdefault(methods.pool_of(kind), {})[name] = DenseScores(encoded[name].unit(queries))
         if bm25 is not None:
             sides.setdefault("embeddings", {})["bm25"] = word_scores(bm25, queries)
-        found: dict[str, Float[ndarray, " pairs"]] = {}
-        for name, own in sides.items():
+        by_method: dict[str, Float[ndarray, " pairs"]] = {}
+        for name, pool_sides in sides.items():
             pool = Pool(methods.parents[name], methods.parents["dataset"])
-            found |= exact_search.score_pairs(pool, own, queries, pairs, each=methods.each)
-        return {name: found[name] for name in [*methods.towers, "bm25"] if name in found}
+            by_method |= exact_search.score_pairs(pool, pool_sides, queries, pairs, each=methods.each)
+        return {name: by_method[name] for name in [*methods.towers, "bm25"] if name in by_method}
 
     return score
 
@@ -337,9 +344,9 @@ def _through_index(
     """Search an index shard by shard, like searchers with one shard each."""
     best, numbers = _HITS.empty_table(), range(shards.open_layout(index).shards)
     with Progress("evaluate", total=len(numbers), unit="shards searched through the index") as progress:
-        for found in each(partial(_search_shard, index=index.uri, queries=queries, k=k), numbers):
+        for hits in each(partial(_search_shard, index=index.uri, queries=queries, k=k), numbers):
             order = [("query", "ascending"), ("score", "descending"), ("shard", "ascending")]
-            both = pa.concat_tables([best, found]).sort_by([*order, ("rank", "ascending")])
+            both = pa.concat_tables([best, hits]).sort_by([*order, ("rank", "ascending")])
             query = both["query"].to_numpy()
             best = both.filter(pa.array(np.arange(len(query)) - np.searchsorted(query, query) < k))
             progress.advance(1)

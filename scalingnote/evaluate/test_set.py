@@ -1,4 +1,4 @@
-"""Test queries: their judgements and embeddings, and the same queries with typos."""
+"""Test queries with judgements and embeddings, and the same queries with typos."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from scalingnote.storage.schema import QRELS
 from scalingnote.storage.shuffle import TaskRunner
 
 _TYPO_ID_SUFFIX = "\n"  # no id of a dataset ends with a newline
-Slice = dict[str, Any]  # "label", "queries" (their number), "methods": method -> measure -> mean
+Slice = dict[str, Any]  # "label", "queries" (number), "methods": method -> measure -> mean
 
 
 @dataclass(frozen=True)
@@ -34,56 +34,56 @@ class TestSet:
     query_ids: list[str]
     queries: list[str]
     qrels: trec.Qrels
-    without_relevant: int  # number of test queries left out
+    without_relevant: int  # number of test queries that are left out
 
     @property
     def documents(self) -> list[str]:
-        """The document with the highest grade for each query; of equal grades the first by its id."""
+        """Document with the highest grade for each query; the first id if grades are equal."""
         return [max(sorted(judged), key=judged.__getitem__) for judged in self.qrels.values()]
 
     def with_typos(self, *, share: float) -> "TestSet":
-        """The same queries with typos, under different ids."""
+        """Return the same queries with typos and different ids."""
         ids = {query_id: f"{query_id}{_TYPO_ID_SUFFIX}" for query_id in self.query_ids}
         queries = [add_typos(query, share=share) for query in self.queries]
         qrels = {ids[query_id]: judged for query_id, judged in self.qrels.items()}
         return TestSet(list(ids.values()), queries, qrels, self.without_relevant)
 
     def together_with(self, other: "TestSet") -> "TestSet":
-        """The queries of both sets."""
+        """Return the queries of both sets."""
         ids, queries = self.query_ids + other.query_ids, self.queries + other.queries
         return TestSet(ids, queries, self.qrels | other.qrels, self.without_relevant)
 
 
 @dataclass(frozen=True)
 class QueryEmbeddings:
-    """Distinct queries and their embeddings, unnormalized."""
+    """Distinct queries and their embeddings, which are not normalized."""
 
     queries: Sequence[str]
     embeddings: Float[ndarray, "queries dim"]
-    core_seconds: float = 0.0  # that a core takes for one of them; 0: not measured
+    core_seconds: float = 0.0  # seconds of one core per query; 0: not measured
 
     @cached_property
     def _row(self) -> dict[str, int]:
         return {query: row for row, query in enumerate(self.queries)}
 
     def of(self, queries: Sequence[str]) -> Float[ndarray, "some dim"]:
-        """Unnormalized embeddings of some of the queries."""
+        """Return embeddings of some of the queries, not normalized."""
         return np.asarray(self.embeddings[[self._row[query] for query in queries]])
 
     def unit(self, queries: Sequence[str]) -> Float[ndarray, "some dim"]:
-        """Embeddings of some of the queries at length 1, as search uses them."""
+        """Return embeddings of some of the queries, scaled to length 1 for search."""
         return arrow.l2_normalize(self.of(queries))
 
     def subset(self, queries: Sequence[str]) -> "QueryEmbeddings":
-        """Some of the queries, without repetitions."""
+        """Return some of the queries, without repetitions."""
         distinct = list(dict.fromkeys(queries))
         return QueryEmbeddings(distinct, self.of(distinct))
 
 
 def load_test_set(dataset: Artifact, *, judgements: str | None = None, each: TaskRunner = map) -> TestSet:
-    """Queries of the test split in the order of their ids; judgements of other queries stay in the tasks.
+    """Load queries of the test split, sorted by id; tasks do not return judgements of other queries.
 
-    A TREC file of `judgements` replaces the dataset's own.
+    A TREC file of `judgements` replaces those of the dataset.
 
     Raises:
         DataError: no query has a relevant document.
@@ -110,10 +110,10 @@ def load_test_set(dataset: Artifact, *, judgements: str | None = None, each: Tas
 
 
 def add_typos(query: str, *, share: float, seed: int = 0) -> str:
-    """The query with one letter dropped, doubled or swapped with the next in a `share` of its words.
+    """Drop, double or swap one letter in a `share` of the words of a query.
 
-    At least one word of three letters or more gets a typo; a letter keeps its marks. A query's typos do not
-    depend on other queries.
+    At least one word of three letters or more gets a typo; a letter keeps its marks. The typos of a query do
+    not depend on other queries.
     """
     matches = list(_typed_word().finditer(query))
     if not matches:
@@ -129,12 +129,12 @@ def add_typos(query: str, *, share: float, seed: int = 0) -> str:
 
 @cache
 def _typed_word() -> re.Pattern[str]:
-    """A run of letters with their marks; in scripts without blanks between words, two letters are a word."""
+    """Return the pattern of a word with its marks; in scripts without blanks, two letters are a word."""
     return re.compile(f"(?:[{UNSPACED}][{marks()}]*){{2}}|(?:[^\\W\\d_{UNSPACED}][{marks()}]*){{3,}}")
 
 
 def _typo(word: list[str], rng: np.random.Generator) -> list[str]:
-    """The letters of a word, changed."""
+    """Return the letters of a word with one typo."""
     at = int(rng.integers(len(word) - 1))
     kinds = ["drop", "double"] + ["swap"] * (word[at] != word[at + 1])
     match kinds[int(rng.integers(len(kinds)))]:
@@ -153,7 +153,7 @@ def typo_slices(
     with_typos: TestSet,
     recall_at: Sequence[int],
 ) -> list[Slice]:
-    """Measures of the test queries as written, which are `values`, and with typos."""
+    """Return measures of the test queries as written (`values`) and with typos."""
     rankings = measures.rankings_of(runs, with_typos.query_ids)
     typo_values = measures.measure_methods(rankings, qrels=with_typos.qrels, recall_at=recall_at)
     return [

@@ -1,4 +1,4 @@
-"""Measures of query towers beside retrieval: contrastive entropy, and the distance from the teacher.
+"""Measures of query towers in addition to retrieval: contrastive entropy, and distance from the teacher.
 
 Contrastive entropy is the validation measure of training: -log softmax of a query's positive against
 documents sampled from the pool (ScalingNote, section 4.4). Smaller is better.
@@ -28,13 +28,13 @@ from scalingnote.storage.shuffle import TaskRunner
 from scalingnote.train.config import Losses
 
 EMBEDDING_BOUND = 1.0
-ENTROPY_NEGATIVES = 256  # documents that a query is compared with
-DISTANCE_QUERIES = 1000  # of each split
+ENTROPY_NEGATIVES = 256  # number of documents with which a query is compared
+DISTANCE_QUERIES = 1000  # limit per split
 SPLITS = ("train", "validation")
 
 
 def temperature_of(towers: Artifact | None) -> float:
-    """The temperature that the towers were trained with; stage I's default if their artifact is gone."""
+    """Return the temperature of the training of the towers; stage I's default if they are not there."""
     losses = (towers.manifest.config.get("losses") or {}) if towers else {}
     return float(losses.get("temperature", Losses().temperature))
 
@@ -49,57 +49,61 @@ def entropies(
     seed: int = 0,
     each: TaskRunner = map,
 ) -> tuple[dict[str, Any], MeasureValues]:
-    """Contrastive entropy of every test query and tower.
+    """Compute the contrastive entropy of every test query and tower.
 
-    The positive of a query is the document judged best. Negatives are sampled once for all queries and
-    towers, fewer if the pool is small; those that are relevant to a query are not used for it.
+    The positive of a query is the document with the best judgement. Negatives are sampled once for all
+    queries and towers, fewer if the pool is small; documents that are relevant to a query are not used as its
+    negatives.
 
     Args:
-        embeddings: tower -> the document embeddings it is searched in.
-        encoded: tower -> the test queries' embeddings.
+        embeddings: tower -> document embeddings that it searches.
+        encoded: tower -> embeddings of the test queries.
         test: test queries and judgements.
         temperature: of the softmax.
-        negatives: per query.
+        negatives: number per query.
         seed: of the sample.
         each: runs the tasks.
 
     Returns:
-        The section of report.json, and of each tower a value per query, NaN if its positive is not in all
-        pools. Both are empty if no positive or no negative is in all pools.
+        The section of report.json, and for each tower a value per query, which is NaN if its positive is not
+        in all pools. Both are empty if no positive or no negative is in all pools.
     """
     relevant = [{doc for doc, grade in judged.items() if grade > 0} for judged in test.qrels.values()]
     number = negatives + max(map(len, relevant))
-    sampled = _sample_documents(next(iter(embeddings.values())), number, seed=seed, each=each)
+    sample = _sample_documents(next(iter(embeddings.values())), number, seed=seed, each=each)
     positives = list(dict.fromkeys(test.documents))
-    found = {
-        name: gather_embeddings(Pool(artifact), positives + sampled, each=each)
+    vectors = {
+        name: gather_embeddings(Pool(artifact), positives + sample, each=each)
         for name, artifact in embeddings.items()
     }
-    known = np.all([in_pool for _, in_pool in found.values()], axis=0)
-    row = {doc: i for i, doc in enumerate(positives) if known[i]}
-    others = {doc: i for i, doc in enumerate(sampled, len(positives)) if known[i]}
-    rows = [[i for doc, i in others.items() if doc not in own][:negatives] for own in relevant]
+    in_all_pools = np.all([in_pool for _, in_pool in vectors.values()], axis=0)
+    row = {doc: i for i, doc in enumerate(positives) if in_all_pools[i]}
+    others = {doc: i for i, doc in enumerate(sample, len(positives)) if in_all_pools[i]}
+    rows = [[i for doc, i in others.items() if doc not in judged][:negatives] for judged in relevant]
     width = min(map(len, rows))
     if not row or not width:
         return {}, {}
     usable = [number for number, doc in enumerate(test.documents) if doc in row]
-    chosen = np.array([[row[test.documents[n]], *rows[n][:width]] for n in usable], np.int64)
+    candidate_rows = np.array([[row[test.documents[n]], *rows[n][:width]] for n in usable], np.int64)
     values: dict[str, Float[ndarray, " queries"]] = {}
-    for name, (documents, _) in found.items():
+    for name, (documents, _) in vectors.items():
         values[name] = np.full(len(test.queries), math.nan)
         queries = encoded[name].of([test.queries[n] for n in usable])
-        values[name][usable] = _entropies(queries, documents, chosen, temperature=temperature)
+        values[name][usable] = _entropies(queries, documents, candidate_rows, temperature=temperature)
     section = {"queries": len(usable), "negatives": width, "temperature": temperature}
-    return section | {"methods": {name: float(own[usable].mean()) for name, own in values.items()}}, values
+    return (
+        section | {"methods": {name: float(value[usable].mean()) for name, value in values.items()}},
+        values,
+    )
 
 
 def _sample_documents(embeddings: Artifact, number: int, *, seed: int, each: TaskRunner) -> list[str]:
-    """Ids of random documents of a pool, in random order."""
+    """Draw ids of random documents of a pool, in random order."""
     total = embeddings.counts["documents"]
     rows = np.random.default_rng(seed).choice(total, min(number, total), replace=False)
     ascending, doc_ids = document_ids(Pool(embeddings), rows[None], each=each)
-    sampled: list[str] = doc_ids.take(np.searchsorted(ascending, rows)).to_pylist()
-    return sampled
+    sample: list[str] = doc_ids.take(np.searchsorted(ascending, rows)).to_pylist()
+    return sample
 
 
 def _entropies(
@@ -109,11 +113,12 @@ def _entropies(
     *,
     temperature: float,
 ) -> Sequence[float]:
-    """The validation measure of training per query; the first of its chosen documents is the positive."""
-    from scalingnote.train.validation import ValidationSample, measure_retrieval  # late: it imports torch
+    """Compute the validation measure of training per query; the first of its documents is the positive."""
+    # Imported late, because this imports torch.
+    from scalingnote.train.validation import ValidationSample, measure_retrieval
 
-    own = np.arange(chosen.shape[1])[None]
-    sample = ValidationSample([], [], own[0, :1], own == 0, own[:, 1:])
+    columns = np.arange(chosen.shape[1])[None]
+    sample = ValidationSample([], [], columns[0, :1], columns == 0, columns[:, 1:])
     return [
         measure_retrieval(query[None], documents[rows], sample, temperature=temperature)[ENTROPY]
         for query, rows in zip(queries, chosen, strict=True)
@@ -126,7 +131,7 @@ def _entropies(
 def distances(
     student: Float[ndarray, "queries dim"], teacher: Float[ndarray, "queries dim"]
 ) -> dict[str, float | int]:
-    """Mean distance, bound and mean cosine at length 1, and the mean distance of unnormalized embeddings.
+    """Compute mean distance, bound and mean cosine at length 1, and the mean distance without scaling.
 
     The last one is the loss of query distillation (ScalingNote, Eq. 15).
     """
@@ -144,13 +149,16 @@ def distances(
 def sample_teacher_queries(
     stored: Artifact | None, *, queries: int = DISTANCE_QUERIES
 ) -> dict[str, QueryEmbeddings]:
-    """Split -> a sample of the queries of a student's training or validation, with the teacher's embeddings.
+    """Draw queries of a student's training and validation, with the embeddings of the teacher.
 
-    Parts hold queries by the hash of their ids, so a few parts are a fair sample of all.
+    A hash of their ids assigns queries to parts, so a few parts are an unbiased sample of all.
 
     Args:
-        stored: the teacher's query embeddings that the student learned from; None: no sample.
-        queries: maximum number per split.
+        stored: query embeddings of the teacher, from which the student was trained; None: no sample.
+        queries: limit of the number per split.
+
+    Returns:
+        Split -> sample.
     """
     if stored is None:
         return {}
@@ -158,13 +166,13 @@ def sample_teacher_queries(
     samples: dict[str, list[pa.Table]] = {split: [] for split in SPLITS}
     for name in rng.permutation(stored.table_parts("embeddings")).tolist():
         table = stored.table(name, columns=["query", "split", "embedding"])
-        for split, chosen in samples.items():
-            mine = np.flatnonzero(pc.equal(table["split"], split).to_numpy())
-            missing = queries - sum(map(len, chosen))
-            chosen.append(table.take(np.sort(rng.permutation(mine)[:missing])))
-        if all(sum(map(len, chosen)) == queries for chosen in samples.values()):
+        for split, pieces in samples.items():
+            split_rows = np.flatnonzero(pc.equal(table["split"], split).to_numpy())
+            missing = queries - sum(map(len, pieces))
+            pieces.append(table.take(np.sort(rng.permutation(split_rows)[:missing])))
+        if all(sum(map(len, pieces)) == queries for pieces in samples.values()):
             break
-    tables = {split: pa.concat_tables(chosen) for split, chosen in samples.items()}
+    tables = {split: pa.concat_tables(pieces) for split, pieces in samples.items()}
     return {
         split: QueryEmbeddings(table["query"].to_pylist(), arrow.to_numpy(table["embedding"]))
         for split, table in tables.items()
@@ -173,7 +181,7 @@ def sample_teacher_queries(
 
 
 def distance_section(teacher: Mapping[str, QueryEmbeddings], student: QueryEmbeddings) -> dict[str, Any]:
-    """The section of report.json: distances per split; of towers with different dimensions there are none."""
+    """Build the section of report.json on distances per split; empty for towers of different dimensions."""
     student_of = {split: student.of(sample.queries) for split, sample in teacher.items()}
     splits = {
         split: distances(student_of[split], sample.embeddings)

@@ -1,4 +1,4 @@
-"""Measurements on files of the user: judged pairs for AUC, candidates to re-rank, answers to be found."""
+"""Measurements on files of the user: judged pairs for AUC, candidates to re-rank, and answers."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,34 +26,34 @@ from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import TaskRunner
 
-# Distinct texts of queries, and pairs of `query` and `doc_id` -> method -> a score per pair; NaN if a
-# document is not in the pool.
+# Takes distinct texts of queries, and pairs of `query` and `doc_id`; returns method -> a score per pair, NaN
+# if a document is not in the pool.
 PairScoreFunction = Callable[[Sequence[str], pa.Table], Mapping[str, Float[ndarray, " pairs"]]]
 
 
 @dataclass(frozen=True)
 class PairLabels:
-    """Pairs: a table of `query` (its text), `doc_id` and a column of numbers for each label."""
+    """Labelled pairs: a table of `query` (its text), `doc_id` and a column of numbers for each label."""
 
     pairs: pa.Table
     labels: Sequence[str]  # names of the columns
-    unusable: int = 0  # rows of the file that were skipped
+    unusable: int = 0  # number of rows of the file that were skipped
 
     @property
     def queries(self) -> list[str]:
-        """Distinct texts."""
+        """Distinct texts of the queries."""
         queries: list[str] = self.pairs["query"].unique().to_pylist()
         return queries
 
     def values(self, label: str) -> Float[ndarray, " pairs"]:
-        """A label of each pair."""
+        """Return a label of each pair."""
         values: ndarray = self.pairs[label].to_numpy()
         return values
 
 
 @dataclass(frozen=True)
 class UserFiles:
-    """Everything to measure beside retrieval on the test set."""
+    """Contents of the user's files, for measurements in addition to retrieval on the test set."""
 
     pairs: PairLabels | None
     candidates: tuple[trec.Run, TestSet] | None
@@ -61,7 +61,7 @@ class UserFiles:
 
     @property
     def queries(self) -> list[str]:
-        """Texts of queries that have to be encoded."""
+        """Texts of queries that must be encoded."""
         return self.pairs.queries if self.pairs else []
 
 
@@ -70,7 +70,7 @@ def read_user_files(
 ) -> UserFiles:
     """Read and check all files that the config names.
 
-    Without a file of judgements, pairs are the test set's own judgements.
+    Without a file of judgements, pairs are the judgements of the test set.
     """
     judged = config.judgements
     return UserFiles(
@@ -81,25 +81,27 @@ def read_user_files(
 
 
 def read_judgements(config: Judgements, dataset: Artifact, *, each: TaskRunner = map) -> PairLabels:
-    """Judged pairs of a file. Rows without a document, a query or one of the labels are skipped and counted.
+    """Read judged pairs from a file; skip and count rows without a document, a query or one of the labels.
 
-    The dataset has the texts of queries that rows name by id; `each` runs the tasks that look them up.
+    The dataset has the texts of queries that rows name by id; `each` runs the tasks that find them.
 
     Raises:
-        DataError: no row is usable, or a label has the same value everywhere.
+        DataError: no row is usable, or a label has the same value in all rows.
     """
     names = ["query_id", "query", "doc_id", *config.labels]
     files = TableFile(path=config.path, columns=config.columns)
     rows = [row for one in table_rows(files, names, needs=["doc_id"]) for row in one]
     readable = [row for row in rows if isinstance(row, dict)]
     by_id = {str(row.get("query_id")) for row in readable if not _text(row.get("query"))}
-    known = {}
+    text_of = {}
     if by_id:
         ids = pa.array(sorted(by_id), pa.string())
-        known = values_by_id(find_rows(dataset, "queries", "query_id", ids, ["query_id", "query"], each=each))
+        text_of = values_by_id(
+            find_rows(dataset, "queries", "query_id", ids, ["query_id", "query"], each=each)
+        )
     pairs = []
     for row in readable:
-        query = _text(row.get("query")) or known.get(str(row.get("query_id")))
+        query = _text(row.get("query")) or text_of.get(str(row.get("query_id")))
         values = {name: _number(row.get(name)) for name in config.labels}
         if row.get("doc_id") not in (None, "") and query and not any(map(math.isnan, values.values())):
             pairs.append({"query": query, "doc_id": str(row["doc_id"]), **values})
@@ -108,15 +110,17 @@ def read_judgements(config: Judgements, dataset: Artifact, *, each: TaskRunner =
             f"{config.path}: none of {len(rows):,} rows has a doc_id, a query or a known query_id, and "
             f"{', '.join(config.labels)}: map its columns with evaluate.judgements.columns"
         )
-    found = PairLabels(pa.Table.from_pylist(pairs), config.labels, len(rows) - len(pairs))
+    labels = PairLabels(pa.Table.from_pylist(pairs), config.labels, len(rows) - len(pairs))
     for name in config.labels:
-        if len(grades := np.unique(found.values(name))) < 2:
-            raise DataError(f"{config.path}: {name} is {grades[0]:g} in all rows: AUC needs two labels")
-    return found
+        if len(grades := np.unique(labels.values(name))) < 2:
+            raise DataError(
+                f"{config.path}: {name} is {grades[0]:g} in all rows: AUC needs two different labels"
+            )
+    return labels
 
 
 def test_set_pairs(test: TestSet) -> PairLabels | None:
-    """The test set's own judgements as pairs; None if all grades are equal."""
+    """Return the judgements of the test set as pairs; None if all grades are equal."""
     judged = [
         (query, doc_id, float(grade))
         for query, query_id in zip(test.queries, test.query_ids, strict=True)
@@ -129,7 +133,7 @@ def test_set_pairs(test: TestSet) -> PairLabels | None:
 
 
 def read_answers(file: TableFile, *, test: TestSet) -> dict[str, list[str]]:
-    """Query id -> its answers, for test queries that have some. A query may have several rows."""
+    """Read query id -> answers, for test queries that have answers; a query may have several rows."""
     answers_of: dict[str, list[str]] = {}
     query_ids = set(test.query_ids)
     slices = table_rows(file, ["query_id", "answers"], needs=["query_id", "answers"])
@@ -141,16 +145,16 @@ def read_answers(file: TableFile, *, test: TestSet) -> dict[str, list[str]]:
     answers_of = {query: texts for query, texts in answers_of.items() if texts}
     if not answers_of:
         raise DataError(
-            f"{file.path} has no answers to any of {len(query_ids):,} test queries: check query_id"
+            f"{file.path} has no answer to any of {len(query_ids):,} test queries: check query_id"
         )
     return answers_of
 
 
 def read_candidates(path: str, *, test: TestSet, each: TaskRunner = map) -> tuple[trec.Run, TestSet]:
-    """Candidates of a TREC run for test queries, and the part of the test set it covers."""
+    """Read candidates of test queries from a TREC run, and return them with the queries that have some."""
     task = partial(read_run_slice, query_ids=pa.array(test.query_ids, pa.string()))
-    found = [RUN_ROWS.empty_table(), *each(task, find_trec_slices(path))]
-    run = trec.ordered_run(pa.concat_tables(found), path)
+    tables = [RUN_ROWS.empty_table(), *each(task, find_trec_slices(path))]
+    run = trec.ordered_run(pa.concat_tables(tables), path)
     covered = [(q, text) for q, text in zip(test.query_ids, test.queries, strict=True) if run.get(q)]
     if not covered:
         raise DataError(
@@ -163,7 +167,7 @@ def read_candidates(path: str, *, test: TestSet, each: TaskRunner = map) -> tupl
 
 
 def _text(value: object) -> str:
-    """Text or a number as text; empty for other values."""
+    """Convert text or a number to text; other values give an empty string."""
     return str(value) if isinstance(value, str | int | float) else ""
 
 
@@ -175,18 +179,18 @@ def _number(value: object) -> float:
 
 
 def auc_section(pairs: PairLabels, score: PairScoreFunction) -> dict[str, Any]:
-    """The section of report.json on AUC, over the pairs that every method can score."""
+    """Build the section of report.json on AUC, over the pairs that every method can score."""
     scores = score(pairs.queries, pairs.pairs)
     values = {name: pairs.values(name) for name in pairs.labels}
-    known = np.all([np.isfinite(one) for one in scores.values()], axis=0)
+    in_pool = np.all([np.isfinite(one) for one in scores.values()], axis=0)
     return {
-        "pairs": int(known.sum()),
-        "not_in_pool": int((~known).sum()),
+        "pairs": int(in_pool.sum()),
+        "not_in_pool": int((~in_pool).sum()),
         "unusable": pairs.unusable,
         "methods": {
             name: {
-                f"AUC-{label}": None if math.isnan(area := auc(one[known], own[known])) else area
-                for label, own in values.items()
+                f"AUC-{label}": None if math.isnan(area := auc(one[in_pool], value[in_pool])) else area
+                for label, value in values.items()
             }
             for name, one in scores.items()
         },
@@ -196,7 +200,7 @@ def auc_section(pairs: PairLabels, score: PairScoreFunction) -> dict[str, Any]:
 def reranking_section(
     candidates: trec.Run, test: TestSet, score: PairScoreFunction, *, recall_at: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, trec.Run]]:
-    """The section of report.json on re-ranking, and the re-ranked runs by method.
+    """Build the section of report.json on re-ranking, and the re-ranked runs by method.
 
     Candidates that are not in the pool come last, in their original order.
     """
@@ -205,8 +209,8 @@ def reranking_section(
     columns = {"query": [text[query_id] for query_id, _ in pairs], "doc_id": [doc for _, doc in pairs]}
     runs: dict[str, trec.Run] = {}
     absent = 0
-    found = score(list(dict.fromkeys(test.queries)), pa.table(columns))
-    for name, scores in found.items():
+    scores_of = score(list(dict.fromkeys(test.queries)), pa.table(columns))
+    for name, scores in scores_of.items():
         unknown = np.isnan(scores)
         absent = max(absent, int(unknown.sum()))
         scores[unknown] = scores[~unknown].min(initial=0.0) - 1 - np.arange(unknown.sum())
@@ -225,14 +229,14 @@ def reranking_section(
 
 
 def normalised_words(text: str) -> str:
-    """Words of a text (:mod:`scalingnote.core.words`), each between blanks.
+    """Return the words of a text (:mod:`scalingnote.core.words`), each between blanks.
 
-    In scripts without blanks each letter is one, because an answer may begin anywhere.
+    In scripts without blanks each letter is a word, because an answer may begin at any letter.
     """
-    found: list[str] = []
+    tokens: list[str] = []
     for word, unspaced in words.runs(words.UNSPACED).findall(words.fold(text)):
-        found += [word] if word else words.clusters(unspaced)
-    return f" {' '.join(found)} "
+        tokens += [word] if word else words.clusters(unspaced)
+    return f" {' '.join(tokens)} "
 
 
 def answer_judgements(
@@ -241,19 +245,19 @@ def answer_judgements(
     queries_of: Mapping[str, Collection[str]],
     answers: Mapping[str, Sequence[str]],
 ) -> dict[str, dict[str, int]]:
-    """Query -> document -> 1 for documents (id and text) that contain one of the query's answers.
+    """Judge documents (id and text) by the answers that they contain, and return query -> document -> 1.
 
-    `queries_of` gives the queries to check a document for.
+    `queries_of` maps a document to the queries for which it is checked.
     """
-    known = {
+    answers_of = {
         query: [t for a in texts if (t := normalised_words(a)).strip()] for query, texts in answers.items()
     }
     qrels: dict[str, dict[str, int]] = {query: {} for query in answers}
     for doc_id, text in documents:
         if queries := queries_of.get(doc_id):
-            found = normalised_words(text)
+            document = normalised_words(text)
             for query in queries:
-                if any(answer in found for answer in known[query]):
+                if any(answer in document for answer in answers_of[query]):
                     qrels[query][doc_id] = 1
     return qrels
 
@@ -266,18 +270,18 @@ def relaxed_recall(
     recall_at: Sequence[int],
     each: TaskRunner = map,
 ) -> dict[str, Any]:
-    """The section of report.json: the share of queries with an answer among their first K documents.
+    """Build the section of report.json on the share of queries with an answer in their first K documents.
 
-    A document that contains the words of an answer in sequence counts as relevant, whether it was judged or
-    not (Karpukhin et al., 2020; EmbedDistill's relaxed recall).
+    A document that contains the words of an answer in sequence counts as relevant, even if it was not judged
+    (Karpukhin et al., 2020; EmbedDistill's relaxed recall).
     """
     queries_of: dict[str, set[str]] = {}
     for ranking in rankings.values():
         for query in answers:
             for doc_id in ranking[query][: max(recall_at)]:
                 queries_of.setdefault(doc_id, set()).add(query)
-    found = find_documents(dataset, queries_of, ["title", "topic", "content"], each=each)
-    documents = zip(found["doc_id"].to_pylist(), document_texts(found), strict=True)
+    table = find_documents(dataset, queries_of, ["title", "topic", "content"], each=each)
+    documents = zip(table["doc_id"].to_pylist(), document_texts(table), strict=True)
     qrels = answer_judgements(documents, queries_of=queries_of, answers=answers)
 
     def share(ranking: Rankings, k: int) -> float:

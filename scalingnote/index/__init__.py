@@ -1,1 +1,1 @@
-"""Embeddings to shards of an IVFPQ index that share one quantizer."""
+"""The index: shards that share one quantizer, built from embeddings and searched together."""

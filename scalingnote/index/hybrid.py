@@ -1,16 +1,16 @@
 """Hybrid search: one ranking from the scores, or the ranks, of dense and of sparse retrieval.
 
 Scores of embeddings and of term weights are on different scales, which also vary from query to query.
-Therefore each is normalised to [0, 1] per query; 1 is the score of the best document. The score that maps to
-0 depends on which documents were scored:
+Therefore each is normalised to [0, 1] per query; 1 is the score of the best document. The score that becomes
+0 depends on the set of scored documents:
 
     all documents of a pool (evaluate)          the lowest score of any document
     the best candidates of both (search)        dense: `background`, the score of a random document
                                                 sparse: 0, no term in common
 
-The lowest score among candidates cannot be 0: it rises when fewer candidates are fetched, so the same weight
-would have another effect at every depth, and the last candidate of one ranking would count no more than a
-document that is not in it. `background` is a property of the embeddings, one number per index.
+The lowest score among candidates is not a suitable 0: it rises if fewer candidates are fetched, so the same
+weight would have another effect at every depth, and the last candidate of one ranking would count the same as
+a document that is not in it. `background` is a property of the embeddings, one number per index.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,27 +24,30 @@ from pydantic import Field
 
 from scalingnote.core.config import Config
 
-WEIGHTS = tuple(step / 20 for step in range(21))  # of dense scores, of which tuning chooses
-UNTUNED_WEIGHT = 0.5  # of dense scores, where neither the request nor the index has a weight
+WEIGHTS = tuple(step / 20 for step in range(21))  # weights of dense scores that tuning tries
+UNTUNED_WEIGHT = 0.5  # weight of dense scores if neither the request nor the index has one
 
 
 class Joining(Config):
-    """How dense and sparse candidates become one ranking."""
+    """Method that makes one ranking from dense and sparse candidates."""
 
     kind: Literal["interpolation", "reciprocal_rank"] = "interpolation"
     dense_weight: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="of dense scores, sparse ones have the rest; None: as the index was tuned, else 0.5",
+        description="weight of dense scores, sparse scores have the rest; None: the tuned weight of the "
+        "index, else 0.5",
     )
-    candidates: int = Field(100, ge=1, le=1000, description="fetched by either retrieval, at least k")
-    k: int = Field(60, ge=0, description="of reciprocal ranks: 1 / (k + rank)")
+    candidates: int = Field(
+        100, ge=1, le=1000, description="candidates that each retrieval fetches, at least k of the request"
+    )
+    k: int = Field(60, ge=0, description="constant of reciprocal ranks: 1 / (k + rank)")
 
 
 @dataclass(frozen=True)
 class HybridCandidates:
-    """Candidates of dense or sparse retrieval, each with both scores.
+    """Candidates of dense and sparse retrieval, each with both scores.
 
     Rows are padded to the same width with id -1, dense score -inf and sparse score 0.
     """
@@ -57,7 +60,7 @@ class HybridCandidates:
 def normalise(
     scores: Float[ndarray, "queries docs"], low: Float[ndarray, " queries"], high: Float[ndarray, " queries"]
 ) -> Float[ndarray, "queries docs"]:
-    """Map scores linearly so that each query's `low` becomes 0 and `high` 1; 0 where they are equal."""
+    """Map scores linearly so that each query's `low` becomes 0 and `high` 1; all 0 if these are equal."""
     spread = high - low
     scale = np.divide(1.0, spread, out=np.zeros_like(spread), where=spread > 0)
     scaled: ndarray = (scores - low[:, None]) * scale[:, None]
@@ -67,18 +70,18 @@ def normalise(
 def interpolate(
     dense: Float[ndarray, "queries docs"], sparse: Float[ndarray, "queries docs"], *, dense_weight: float
 ) -> Float[ndarray, "queries docs"]:
-    """Linear interpolation of normalised scores (LightRetriever, section 3.1)."""
-    joined: ndarray = dense_weight * dense + (1 - dense_weight) * sparse
-    return joined
+    """Interpolate normalised scores linearly (LightRetriever, section 3.1)."""
+    scores: ndarray = dense_weight * dense + (1 - dense_weight) * sparse
+    return scores
 
 
 def background_of(queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"]) -> float:
-    """Mean score of held-out queries and random documents, given their vectors as search compares them."""
+    """Compute the mean score of queries and random documents from the vectors that search compares."""
     return float(queries.mean(0, dtype=np.float64) @ documents.mean(0, dtype=np.float64))
 
 
 def union(*rankings: Int[ndarray, "queries _"]) -> Int[ndarray, "queries candidates"]:
-    """Distinct documents of several rankings per query, ascending, padded with -1."""
+    """Return the distinct documents of several rankings per query, ascending, padded with -1."""
     ids = np.sort(np.concatenate(rankings, axis=1), axis=1)
     new = ids >= 0
     new[:, 1:] &= ids[:, 1:] != ids[:, :-1]
@@ -87,16 +90,18 @@ def union(*rankings: Int[ndarray, "queries _"]) -> Int[ndarray, "queries candida
 
 
 def merge(answers: Sequence[HybridCandidates], *, candidates: int) -> HybridCandidates:
-    """Merge candidates of disjoint shards: keep the `candidates` best by each of the two scores."""
-    joined = HybridCandidates(
+    """Merge candidates of disjoint shards, and keep the `candidates` best by each of the two scores."""
+    candidates_of_all = HybridCandidates(
         np.concatenate([answer.ids for answer in answers], axis=1),
         np.concatenate([answer.dense for answer in answers], axis=1),
         np.concatenate([answer.sparse for answer in answers], axis=1),
     )
-    by_dense, by_terms = _rankings(joined, depth=candidates)
-    chosen = union(np.where(_ids(joined, by_dense) < 0, -1, by_dense), by_terms)
+    by_dense, by_terms = _rankings(candidates_of_all, depth=candidates)
+    columns = union(np.where(_ids(candidates_of_all, by_dense) < 0, -1, by_dense), by_terms)
     return HybridCandidates(
-        _ids(joined, chosen), _of(joined.dense, chosen, -np.inf), _of(joined.sparse, chosen, 0.0)
+        _ids(candidates_of_all, columns),
+        _of(candidates_of_all.dense, columns, -np.inf),
+        _of(candidates_of_all.sparse, columns, 0.0),
     )
 
 
@@ -109,14 +114,14 @@ def join(
     candidates: int,
     k: int,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """The k best candidates of each query by `joining`; padded with -inf and -1.
+    """Select the k best candidates of each query by `joining`; scores and ids are padded with -inf and -1.
 
     Args:
-        both: `candidates` of either retrieval, or more.
+        both: `candidates` of each retrieval, or more.
         joining: method; its `dense_weight` takes precedence over `tuned_weight`.
-        tuned_weight: of the index, None where it was not tuned.
-        background: of the index, None where it was not measured.
-        candidates: depth of the rankings that reciprocal ranks are taken from.
+        tuned_weight: of the index; None if it was not tuned.
+        background: of the index; None if it was not measured.
+        candidates: depth of the rankings for reciprocal ranks.
         k: documents per query.
     """
     if joining.kind == "reciprocal_rank":
@@ -131,8 +136,8 @@ def by_score(
 ) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
     """Rank candidates by interpolated scores in [0, 1]; ties go to the lower id; padded with -inf and -1.
 
-    A dense score below `background` counts as `background`. At a weight of 0, terms alone rank: documents
-    without a term of the query are left out.
+    A dense score below `background` counts as `background`. With a weight of 0, only terms determine the
+    ranking, and documents without a term of the query are left out.
     """
     sides = (
         normalise(np.maximum(scores, low), np.full(len(scores), low), scores.max(1, initial=low))
@@ -141,9 +146,9 @@ def by_score(
             (both.sparse.astype(np.float64), 0.0),
         )
     )
-    found = (both.ids >= 0) & ((both.sparse > 0) | (dense_weight > 0))
-    ids = np.where(found, both.ids, -1)
-    scores = np.where(found, interpolate(*sides, dense_weight=dense_weight), -np.inf)
+    ranked = (both.ids >= 0) & ((both.sparse > 0) | (dense_weight > 0))
+    ids = np.where(ranked, both.ids, -1)
+    scores = np.where(ranked, interpolate(*sides, dense_weight=dense_weight), -np.inf)
     order = np.lexsort((ids, -scores))[:, :depth]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
 
@@ -162,18 +167,21 @@ def by_rank(
 def reciprocal_ranks(
     *rankings: Int[ndarray, "queries _"], k: int, depth: int
 ) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
-    """Reciprocal rank fusion (Cormack et al., 2009): sums of 1 / (k + rank) and their documents, best first.
+    """Fuse rankings by reciprocal ranks (Cormack et al., 2009).
 
     Rankings hold documents, best first, padded with -1. A document that a ranking lacks gets nothing from it.
     Ties go to the lower document.
+
+    Returns:
+        Sums of 1 / (k + rank) and their documents, best first, padded with -inf and -1.
     """
     scores = np.full((len(rankings[0]), depth), -np.inf)
     documents = np.full((len(rankings[0]), depth), -1, dtype=np.int64)
     for query, rows in enumerate(zip(*rankings, strict=True)):
-        found = np.concatenate(rows)
+        ranked = np.concatenate(rows)
         shares = np.concatenate([1 / (k + 1 + np.arange(len(row))) for row in rows])
-        distinct, place = np.unique(found[found >= 0], return_inverse=True)
-        sums = np.bincount(place, weights=shares[found >= 0], minlength=len(distinct))
+        distinct, position = np.unique(ranked[ranked >= 0], return_inverse=True)
+        sums = np.bincount(position, weights=shares[ranked >= 0], minlength=len(distinct))
         best = np.argsort(-sums, kind="stable")[:depth]
         scores[query, : len(best)], documents[query, : len(best)] = sums[best], distinct[best]
     return scores, documents
@@ -182,13 +190,16 @@ def reciprocal_ranks(
 def tune_weight(
     both: HybridCandidates, relevant: Sequence[Mapping[int, int]], *, background: float, depth: int = 10
 ) -> tuple[float, dict[float, float]]:
-    """The weight for :func:`by_score` with the best nDCG@depth on held-out queries, and the nDCG by weight.
+    """Find the weight for :func:`by_score` with the best nDCG@depth on held-out queries.
 
     Args:
         both: candidates of these queries.
-        relevant: judged documents of each query and their grades, whether they are candidates or not.
-        background: dense score that maps to 0.
+        relevant: judged documents of each query and their grades, including those that are not candidates.
+        background: dense score that becomes 0.
         depth: rank at which nDCG is cut.
+
+    Returns:
+        The weight, and the nDCG of each weight.
     """
     ideal = [_discount(sorted(judged.values(), reverse=True)[:depth]) for judged in relevant]
     curve = {}
@@ -200,7 +211,7 @@ def tune_weight(
         ]
         values = [gain / most if most else 0.0 for gain, most in zip(gains, ideal, strict=True)]
         curve[weight] = float(np.mean(values))
-    # Where several are equally good, the middle one.
+    # If several are equally good, take the middle one.
     best = [weight for weight, value in curve.items() if value >= max(curve.values()) - 1e-12]
     return best[len(best) // 2], curve
 
@@ -208,7 +219,7 @@ def tune_weight(
 def _rankings(
     both: HybridCandidates, *, depth: int
 ) -> tuple[Int[ndarray, "queries d"], Int[ndarray, "queries s"]]:
-    """Columns of the candidates by dense and by sparse score, best first; -1 where the sparse score is 0."""
+    """Sort columns by dense score and by sparse score, best first; -1 if the sparse score is 0."""
     by_dense, by_terms = (np.lexsort((both.ids, -s))[:, :depth] for s in (both.dense, both.sparse))
     return by_dense, np.where(np.take_along_axis(both.sparse, by_terms, axis=1) > 0, by_terms, -1)
 

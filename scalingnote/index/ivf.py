@@ -1,11 +1,11 @@
-"""Vectors of a shard: filling its inverted lists, and the search of lists by codes and exact scores.
+"""Vectors of a shard: its inverted lists, and the search of these by codes and exact scores.
 
-    queries ─choose_lists─► lists to scan ─scan─► candidates by their codes ─► the best by the vectors kept
+    queries ─choose_lists─► lists to scan ─scan─► candidates by their codes ─► the best by the kept vectors
 
-Scores are inner products of unit queries with documents, which are unit vectors if search is by cosine. Exact
-scores and the heap that keeps the best are compiled by numba: numpy would take longer than the scan that
-finds the candidates. A document's score is summed in the same order among any candidates and in any shard, so
-equal documents have equal scores everywhere. Ties go to the lower row.
+Scores are inner products of unit queries with documents, which are unit vectors if search is by cosine. numba
+compiles the exact scores and the heap of the best, because numpy would take longer than the scan that finds
+the candidates. The terms of a score are added in the same order for all candidates and shards, so equal
+documents have equal scores everywhere. Ties go to the lower row.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,31 +29,31 @@ UnitQueries = Float[ndarray, "queries dim"]  # unit vectors
 CandidateRows = Int[ndarray, "queries candidates"]  # -1 for none
 CandidateScores = Float[ndarray, "queries candidates"]
 Chosen = tuple[Float[ndarray, "queries probes"], Int[ndarray, "queries probes"]]
-GRAPH_MAX_SHARE = 8  # of the centroids, 1/8: a graph search for more takes longer than comparing all
-# Sums may be reordered, so that loops over dimensions are vectorised; infinities must stay infinities.
+GRAPH_MAX_SHARE = 8  # for more than 1/8 of the centroids, a graph search is slower than comparing all
+# Sums may be reordered, so that loops over dimensions are vectorised; infinities must remain infinities.
 _REORDERED = {"reassoc", "contract", "nsz"}
-RESCORE_COST = 16  # codes scanned in the time of scoring one kept vector (fast scan, 128 dimensions)
-# Reading these from faiss takes longer than scoring the candidates of one query.
+RESCORE_COST = 16  # number of codes scanned in the time of scoring one kept vector (fast scan, dim 128)
+# Caches, because reading these from faiss takes longer than scoring the candidates of one query.
 _STORED: WeakKeyDictionary[Any, UInt8[ndarray, "rows bytes"]] = WeakKeyDictionary()
 _RANGES: WeakKeyDictionary[Any, tuple[ndarray, ndarray]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Vectors of one shard. Rows are numbered in the order in which they were added."""
+    """Vectors of one shard; row numbers follow the order of addition."""
 
     index: Any | None  # a faiss.IndexIVF...; None for a flat index, which only has `kept`
     kept: Any | None  # faiss.IndexFlatIP or IndexScalarQuantizer
-    coarse: Any  # faiss.IndexFlatIP; `index` holds a bare pointer to it, so it must live as long
+    coarse: Any  # flat or HNSW faiss index; `index` holds a bare pointer to it, so it must live as long
 
     def __len__(self) -> int:
-        stored: Any = self.kept if self.index is None else self.index
-        return int(stored.ntotal)
+        vectors: Any = self.kept if self.index is None else self.index
+        return int(vectors.ntotal)
 
 
 @dataclass(frozen=True, eq=False)
 class RowMask:
-    """Rows of a segment that may be found. What a scan takes of them is computed once, by the first one."""
+    """Rows of a segment that may be found, with arguments for faiss that the first scan computes."""
 
     rows: Bool[ndarray, " rows"]
 
@@ -68,12 +68,12 @@ class RowMask:
 
     @cached_property
     def selector(self) -> Any:
-        """For faiss, as long as this mask is kept."""
+        """Selector of the rows for faiss, valid as long as this mask exists."""
         return faiss.IDSelectorBitmap(len(self._bits), faiss.swig_ptr(self._bits))
 
     @cached_property
     def parameters(self) -> Callable[[int], Any]:
-        """A function of nprobe: faiss's parameters of a scan, which threads may share."""
+        """Function that returns faiss's parameters of a scan for an nprobe; threads may share them."""
         return lru_cache(partial(_scan_parameters, selector=self.selector))
 
 
@@ -85,45 +85,45 @@ def _scan_parameters(nprobe: int, *, selector: Any = None) -> Any:
     return parameters
 
 
-# Made once: that takes as long as scanning a dozen lists.
+# Parameters are built once, because that takes as long as scanning a dozen lists.
 _all_rows = lru_cache(_scan_parameters)
 
 
 def empty(quantizer: Quantizer) -> Lists:
-    """A shard without vectors."""
+    """Build a shard without vectors."""
     return load(parse(quantizer.coarse), quantizer.lists, quantizer.kept)
 
 
 def load(coarse: Any, *files: bytes | None) -> Lists:
-    """A shard from the contents of its files and the coarse quantizer that all shards share."""
+    """Load a shard from the contents of its files and the coarse quantizer that all shards share."""
     return _join(coarse, [parse(data) for data in files if data is not None])
 
 
 def read(coarse: Any, files: Sequence[Path], *, mapped: bool = False) -> Lists:
-    """A shard from local files of :func:`dump_files`; `mapped`: as views of the files, where faiss can."""
+    """Read a shard from local files of :func:`dump_files`; `mapped`: as views of the files, if faiss can."""
     flags = faiss.IO_FLAG_MMAP_IFC if mapped else 0
     return _join(coarse, [faiss.read_index(str(file), flags) for file in files])
 
 
-def _join(coarse: Any, stored: Sequence[Any]) -> Lists:
-    index = kept = None
-    for each in stored:
+def _join(coarse: Any, indexes: Sequence[Any]) -> Lists:
+    index = kept_index = None
+    for each in indexes:
         if isinstance(each, faiss.IndexIVF):
             index = each
             index.own_fields, index.quantizer = False, coarse
         else:
-            kept = each
-    return Lists(index, kept, coarse)
+            kept_index = each
+    return Lists(index, kept_index, coarse)
 
 
 def dump_files(lists: Lists) -> list[bytes]:
-    """Files of a shard: its lists without the shared centroids, and the vectors it keeps."""
+    """Return the contents of the files of a shard: lists without the shared centroids, and kept vectors."""
     index = [] if lists.index is None else [dump_lists(lists.index)]
     return [*index, *([] if lists.kept is None else [dump(lists.kept)])]
 
 
 def add(lists: Lists, vectors: Float[ndarray, "docs dim"]) -> None:
-    """Append vectors; their rows follow those already there."""
+    """Append vectors; their rows follow the existing ones."""
     if not len(vectors):
         return  # some faiss indexes fail on an empty matrix
     vectors = np.ascontiguousarray(vectors, np.float32)
@@ -135,9 +135,10 @@ def add(lists: Lists, vectors: Float[ndarray, "docs dim"]) -> None:
 
 
 def merge(pieces: Sequence[Lists]) -> Lists:
-    """Merge shards into the first, rows one after the other; the others become empty.
+    """Merge shards into the first one, in the order of their rows; the others become empty.
 
-    A query then costs the same for four shards as for one: lookup tables are computed and lists opened once.
+    A query of four shards then costs the same as a query of one: lookup tables are computed once and lists
+    are opened once.
     """
     first, *others = pieces
     for other in others:
@@ -151,20 +152,20 @@ def merge(pieces: Sequence[Lists]) -> Lists:
 def copy_lists(lists: Lists) -> Lists:
     """Copy lists, to add rows to the copy while the original is searched.
 
-    Serializing is no alternative: it detaches the centroids meanwhile, and searches would fail. The copy has
-    its own centroids.
+    Serializing is not an alternative: it detaches the centroids meanwhile, and searches would fail. The
+    index of the copy has its own centroids.
     """
-    index, kept = (
-        None if stored is None else faiss.clone_index(stored) for stored in (lists.index, lists.kept)
+    index, kept_index = (
+        None if original is None else faiss.clone_index(original) for original in (lists.index, lists.kept)
     )
-    return replace(lists, index=index, kept=kept)
+    return replace(lists, index=index, kept=kept_index)
 
 
 def drop_dead_rows(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
-    """Drop dead rows in place; the others are renumbered in order.
+    """Drop dead rows in place and renumber the others in order.
 
     The lists must not be searched meanwhile. Later rows must be added by `ivf.merge`: the `add` of fast scan
-    would combine new codes with remains of old ones in a half empty block (faiss 1.15.1).
+    would combine new codes with remains of old ones in a partly filled block (faiss 1.15.1).
     """
     dead = RowMask(~alive)
     selector = dead.selector
@@ -182,7 +183,7 @@ def drop_dead_rows(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
 
 
 def choose_lists(queries: UnitQueries, coarse: Any, *, nprobe: int) -> Chosen:
-    """Scores and numbers of the nprobe nearest lists of each query; computed once for all shards."""
+    """Find the nprobe nearest lists of each query, once for all shards: their scores and numbers."""
     parameters = None
     if isinstance(coarse, faiss.IndexHNSW):
         if nprobe * GRAPH_MAX_SHARE > coarse.ntotal:
@@ -203,18 +204,18 @@ def candidates(
     refine_factor: int,
     allowed: RowMask | None = None,
 ) -> tuple[CandidateScores, CandidateRows]:
-    """Rows of one shard, among which its k best are, in any order.
+    """Find rows of one shard that include its k best documents, in any order.
 
     Args:
         lists: the shard.
         queries: unit vectors.
         chosen: lists to scan, from :func:`choose_lists`.
         k: documents per query.
-        refine_factor: candidates by codes, per document, that are rescored by the vectors kept.
-        allowed: the rows that may be found; None: all.
+        refine_factor: number of candidates by codes, per requested document, that kept vectors rescore.
+        allowed: rows that may be found; None: all.
 
     Returns:
-        Scores and rows for :func:`topk.merge`; where a row is -1, any score.
+        Scores and rows for :func:`topk.merge`; the score of row -1 is undefined.
     """
     if lists.kept is None:
         return scan(lists, queries, chosen=chosen, k=k, allowed=allowed)
@@ -225,8 +226,8 @@ def candidates(
 def scan(
     lists: Lists, queries: UnitQueries, *, chosen: Chosen, k: int, allowed: RowMask | None = None
 ) -> tuple[CandidateScores, CandidateRows]:
-    """The k best rows of the chosen lists by their codes, best first; where a row is -1, any score."""
-    count = len(lists)  # faiss takes a microsecond to answer
+    """Find the k best rows of the chosen lists by codes, best first; the score of row -1 is undefined."""
+    count = len(lists)  # once, because this call of faiss takes a microsecond
     k = min(k, max(count, 1))
     if lists.index is None:
         return _compare_all(lists.kept, queries, k=k, allowed=allowed)
@@ -253,11 +254,11 @@ def scan(
 def _compare_all(
     kept: Any, queries: UnitQueries, *, k: int, allowed: RowMask | None
 ) -> tuple[CandidateScores, CandidateRows]:
-    """Scan a flat index by BLAS, which rounds differently per batch size; rescoring corrects that."""
+    """Scan a flat index by BLAS, which rounds differently per batch size; rescoring corrects the scores."""
     documents = floats(kept)
     if allowed is None:
         return topk.search(queries, documents, k=k)
-    if 2 * allowed.count > kept.ntotal:  # to copy the rows would cost more than to score them all
+    if 2 * allowed.count > kept.ntotal:  # copying these rows would cost more than scoring all
         return topk.search(queries, documents, k=k, allowed=allowed.rows)
     rows = np.flatnonzero(allowed.rows)
     scores, columns = topk.search(queries, documents[rows], k=k)
@@ -268,39 +269,41 @@ def _compare_all(
 
 
 def scores(kept: Any, queries: UnitQueries, rows: CandidateRows) -> CandidateScores:
-    """Inner products with the vectors kept; -inf where the row is -1."""
+    """Compute inner products with kept vectors; -inf if the row is -1."""
     queries = np.ascontiguousarray(queries, np.float32)
     if isinstance(kept, faiss.IndexFlat):
-        found: ndarray = _of_floats(floats(kept), queries, rows)
+        products: ndarray = _of_floats(floats(kept), queries, rows)
     else:
-        found = _of_bytes(stored_codes(kept), *_range(kept), queries, rows)
-    return found
+        products = _of_bytes(stored_codes(kept), *_range(kept), queries, rows)
+    return products
 
 
 def scores_over(
     pieces: Iterable[tuple[int, Any]], queries: UnitQueries, rows: CandidateRows
 ) -> CandidateScores:
-    """As :func:`scores`, for rows over several pieces, given by first row and kept vectors, in order."""
-    found = np.full(rows.shape, -np.inf, np.float32)
-    for first, kept in pieces:
-        own = (rows >= first) & (rows < first + kept.ntotal)
-        found = np.where(own, scores(kept, queries, np.where(own, rows - first, -1)), found)
-    return found
+    """Compute :func:`scores` of rows over several pieces, in order, given by first row and kept vectors."""
+    products = np.full(rows.shape, -np.inf, np.float32)
+    for first, kept_vectors in pieces:
+        inside = (rows >= first) & (rows < first + kept_vectors.ntotal)
+        products = np.where(
+            inside, scores(kept_vectors, queries, np.where(inside, rows - first, -1)), products
+        )
+    return products
 
 
 def vectors(kept: Any, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows dim"]:
-    """Kept vectors of rows, decoded to floats."""
+    """Decode the kept vectors of rows to floats."""
     decoded: ndarray = kept.sa_decode(stored_codes(kept)[rows])
     return decoded
 
 
 def floats(kept: Any) -> Float[ndarray, "rows dim"]:
-    """All vectors of a flat index, as a view of faiss's memory."""
+    """Return all vectors of a flat index, as a view of faiss's memory."""
     return stored_codes(kept).view(np.float32).reshape(kept.ntotal, kept.d)
 
 
 def stored_codes(kept: Any) -> UInt8[ndarray, "rows bytes"]:
-    """Codes of an index of flat codes, as a view of faiss's memory."""
+    """Return the codes of an index of flat codes, as a view of faiss's memory."""
     codes = _STORED.get(kept)
     if codes is None or len(codes) != kept.ntotal:  # not read yet, or vectors were added since
         size = kept.sa_code_size()
@@ -312,12 +315,12 @@ def stored_codes(kept: Any) -> UInt8[ndarray, "rows bytes"]:
 
 
 def _range(kept: Any) -> tuple[Float[ndarray, " dim"], Float[ndarray, " dim"]]:
-    """Least value and width of each dimension of a trained scalar quantizer."""
-    found = _RANGES.get(kept)
-    if found is None:
+    """Return the minimum and the width of each dimension of a trained scalar quantizer."""
+    limits = _RANGES.get(kept)
+    if limits is None:
         low, spread = faiss.vector_to_array(kept.sq.trained).reshape(2, kept.d)
-        found = _RANGES[kept] = low, spread
-    return found
+        limits = _RANGES[kept] = low, spread
+    return limits
 
 
 # --- compiled ---------------------------------------------------------------------------------------------
@@ -328,8 +331,8 @@ compiled_fastmath = partial(jit, fastmath=_REORDERED)
 
 @compiled_fastmath
 @no_type_check
-def _of_floats(stored, queries, rows):
-    found = np.full(rows.shape, -np.inf, np.float32)
+def _of_floats(documents, queries, rows):
+    products = np.full(rows.shape, -np.inf, np.float32)
     dim = queries.shape[1]
     for q in range(rows.shape[0]):
         query = queries[q]
@@ -337,19 +340,19 @@ def _of_floats(stored, queries, rows):
             row = rows[q, c]
             if row < 0:
                 continue
-            document = stored[row]
+            document = documents[row]
             total = np.float32(0)
             for j in range(dim):
                 total += document[j] * query[j]
-            found[q, c] = total
-    return found
+            products[q, c] = total
+    return products
 
 
 @compiled_fastmath
 @no_type_check
 def _of_bytes(codes, low, spread, queries, rows):
-    """A byte c of a dimension stands for low + (c + 1/2) / 255 * spread, as in faiss's QT_8bit."""
-    found = np.full(rows.shape, -np.inf, np.float32)
+    """Compute scores of codes: byte c of a dimension is low + (c + 1/2) / 255 * spread (faiss's QT_8bit)."""
+    products = np.full(rows.shape, -np.inf, np.float32)
     dim = queries.shape[1]
     weights = np.empty(dim, np.float32)
     for q in range(rows.shape[0]):
@@ -365,5 +368,5 @@ def _of_bytes(codes, low, spread, queries, rows):
             total = np.float32(0)
             for j in range(dim):
                 total += np.float32(document[j]) * weights[j]
-            found[q, c] = first + total
-    return found
+            products[q, c] = first + total
+    return products

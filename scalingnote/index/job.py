@@ -1,10 +1,10 @@
-"""The index stage: embeddings, documents and semantic IDs become shards of one index.
+"""The index stage, which builds shards of one index from embeddings, documents and semantic IDs.
 
     sample ─train─► quantizer ─┬─ one task per shard ─► shards ─┬─ some, in one task ─► nprobe, refine_factor
     test queries ─query tower──┘   (and exact answers)          └─ one task per shard ─► dense weight
 
 A shard is written file by file and recorded when it is complete: after a kill, only shards without a record
-are built again. Everything trained or added is stored in faiss's own format.
+are built again. Quantizers and lists are stored in faiss's format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,15 +39,15 @@ from scalingnote.storage.schema import INDEXED_VIEW, SPARSE
 from scalingnote.storage.shuffle import run_slices
 
 log = get_logger("index")
-# Without tuning: sufficient for tests; the layout's recall is None then.
+# Values without tuning, sufficient for tests; the recall of the layout is None then.
 UNTUNED_NPROBE, UNTUNED_FACTOR = 16, 4
-SHARD_BYTES = 4 << 30  # of vectors, terms and documents, where the number of shards is not configured
+SHARD_BYTES = 4 << 30  # limit of vectors, terms and documents, if the number of shards is not configured
 MIN_SHARDS = 2
-SIZE_SAMPLE_ROWS = 4096  # whose documents and terms are measured
-# Beside the files of a shard lie what they are written from and a copy of the largest: a task grew by
-# 565 bytes a document (docs/results/scale.json), which has 211 in these files.
+SIZE_SAMPLE_ROWS = 4096  # rows whose documents and terms are measured
+# A task holds the files of a shard, the data from which they are written and a copy of the largest file: it
+# grew by 565 bytes per document (docs/results/scale.json), which takes 211 bytes in these files.
 FILL_COPIES = 3
-_READ = ("dataset", "embeddings", "semantic_ids", "bm25_terms")  # by the task of a shard
+_READ = ("dataset", "embeddings", "semantic_ids", "bm25_terms")  # parents that the task of a shard reads
 
 
 def run(
@@ -69,14 +69,14 @@ def run(
         config: of the stage.
         dataset: URI of documents, test queries and judgements.
         embeddings: URI of the documents' embeddings.
-        semantic_ids: URI of the IDs made from these embeddings.
-        dual_encoder: URI of the towers, whose query tower tunes nprobe, refine_factor and the dense weight.
-        student: URI of a query tower to tune with instead.
+        semantic_ids: URI of the IDs that were computed from these embeddings.
+        dual_encoder: URI of the dual encoder; its query tower encodes the queries for tuning.
+        student: URI of a query tower that is used for tuning instead.
         bm25_terms: URI of document terms; None: those of the embeddings, if any.
         output: URI of the `index` artifact.
 
     Raises:
-        ArtifactError: the parents do not belong together, or there is no embedding.
+        ArtifactError: the parents do not belong together, or there are no embeddings.
         ConfigError: the settings do not fit the corpus.
     """
     optional = {"student": student, "dual_encoder": dual_encoder, "bm25_terms": bm25_terms}
@@ -90,31 +90,30 @@ def run(
     layout, slices, shard_bytes = _plan(config, parents)
     cluster.connect()
     cluster.check_resources(config.resources, knob="index.resources")
-    filling = _resources_of_shards(config.resources, layout, shard_bytes)
+    shard_resources = _resources_of_shards(config.resources, layout, shard_bytes)
     _train_quantizer(config, layout, draft, parents["embeddings"])
-    drawn, relevant = _test_queries(parents["dataset"])
+    queries, relevant = _test_queries(parents["dataset"])
     sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
     shared = IndexRun(
-        config=config.model_copy(update={"resources": filling}),
+        config=config.model_copy(update={"resources": shard_resources}),
         layout=layout,
         parents=uris,
         output=output,
         sampled=tuning.sampled_shards(sizes, tuning.MAX_SHARDS),
-        queries=_queries(config, parents, layout, drawn),
-        terms=_terms(parents, layout, drawn),
+        queries=_queries(config, parents, layout, queries),
+        terms=_terms(parents, layout, queries),
         judged=tuple(sorted(set().union(*relevant))),
     )
     counts = _counts(parents["dataset"], layout, _write(draft, slices, sizes, shared))
     layout, tuned = tuning.tune_recall(shared, sizes)
     layout, by_weight = tuning.tune_weight(shared, layout, sizes, relevant)
     draft.write_json(shard.LAYOUT_FILE, vars(layout))
-    shown = f"{layout.documents:,}", layout.shards, layout.nlist, counts["bytes_per_vector"], output
-    log.info("%s documents in %d shards, %d lists, %d bytes per vector: %s", *shown)
+    figures = f"{layout.documents:,}", layout.shards, layout.nlist, counts["bytes_per_vector"], output
+    log.info("%s documents in %d shards, %d lists, %d bytes per vector: %s", *figures)
     return draft.commit(counts=counts, hybrid_tuning=by_weight, **tuned)
 
 
 def _counts(dataset: Artifact, layout: shard.IndexLayout, searched_bytes: int) -> dict[str, int]:
-    """Counts for the manifest."""
     documents = sum(part_rows(dataset, dataset.names("documents/", ".parquet")))
     return {
         "documents": layout.documents,
@@ -128,9 +127,11 @@ def _counts(dataset: Artifact, layout: shard.IndexLayout, searched_bytes: int) -
 def _plan(
     config: IndexConfig, parents: Mapping[str, Artifact]
 ) -> tuple[shard.IndexLayout, list[list[shard.EmbeddingSlice]], int]:
-    """The layout, the embeddings of each shard, and the bytes of the files of one.
+    """Return the layout, the embeddings of each shard, and the bytes of the files of one shard.
 
-    An error where no index can be built of them.
+    Raises:
+        ArtifactError: the parents do not belong together, or there are no embeddings.
+        ConfigError: the settings do not fit the corpus.
     """
     source = parents["embeddings"]
     _require_same_origin(source, parents["semantic_ids"])
@@ -140,7 +141,7 @@ def _plan(
     rows = part_rows(source, parts)
     if not sum(rows):
         raise ArtifactError(
-            f"{source.uri} has no embedding: every document was set aside, see its rejected.parquet"
+            f"{source.uri} has no embeddings: all documents were set aside, see its rejected.parquet"
         )
     encoded = _schema(source, parts[0])
     sparse = "bm25_terms" in parents or "terms" in encoded.names
@@ -161,7 +162,7 @@ def _plan(
 def _bytes_per_document(
     config: IndexConfig, layout: shard.IndexLayout, parents: Mapping[str, Artifact], part: str
 ) -> int:
-    """Bytes of a document in the files of a shard, by the first documents of a part of the embeddings."""
+    """Estimate the bytes of a document in the files of a shard from the first documents of a part."""
     piece = shard.EmbeddingSlice(part, 0, SIZE_SAMPLE_ROWS)
     doc_ids = parents["embeddings"].table(part, ["doc_id"])["doc_id"]
     documents, terms = _part_rows(piece, doc_ids, parents, config, sparse=layout.sparse)
@@ -172,29 +173,29 @@ def _bytes_per_document(
 
 
 def _resources_of_shards(resources: Resources, layout: shard.IndexLayout, shard_bytes: int) -> Resources:
-    """What a task reserves that fills a shard, or opens one: memory as well, where it is more than a little.
+    """Return the resources of a task that fills or opens a shard, with its memory if that is at least 1 GiB.
 
     Raises:
-        ConfigError: no node holds what one task needs.
+        ConfigError: no node has the memory of one task.
     """
     needed = FILL_COPIES * shard_bytes / GIB
     if resources.memory_per_worker or needed < 1:
         return resources
-    filling = resources.model_copy(update={"memory_per_worker": round(needed, 1)})
+    shard_resources = resources.model_copy(update={"memory_per_worker": round(needed, 1)})
     try:
-        cluster.check_resources(filling, knob="index.resources")
+        cluster.check_resources(shard_resources, knob="index.resources")
     except ConfigError as error:
         raise ConfigError(
             f"{error}. The task of a shard of {-(-layout.documents // layout.shards):,} documents takes "
             f"{needed:,.1f} GiB: set index.shards above {layout.shards}, or index.resources.workers lower"
         ) from None
-    return filling
+    return shard_resources
 
 
 def _write(
     draft: Draft, slices: Sequence[Sequence[shard.EmbeddingSlice]], sizes: Sequence[int], shared: IndexRun
 ) -> int:
-    """Write the files of every shard and the shared ones; the bytes of vectors and lists."""
+    """Write the files of every shard and the shared ones; return the bytes of vectors and lists."""
     coarse = fs.read_bytes(shared.work(f"quantizer/{shard.COARSE}"))
     files = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
     records = run_slices(
@@ -215,7 +216,7 @@ def _write(
 
 
 def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
-    """ArtifactError unless the IDs were made from these embeddings, or these were fused with them."""
+    """Raise an ArtifactError unless the IDs come from these embeddings, or these were fused with the IDs."""
     fused_with = embeddings.manifest.parents.get("semantic_ids", {}).get("digest")
     if fused_with != semantic_ids.digest:
         require_origin(semantic_ids, embeddings)
@@ -227,7 +228,7 @@ def _schema(artifact: Artifact, part: str) -> Any:
 
 
 def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> shard.IndexLayout:
-    """Settings, with defaults that depend on the corpus; ConfigError if it cannot be trained."""
+    """Resolve defaults that depend on the corpus; raise a ConfigError if it is too small for training."""
     family, trained = config.family, min(documents, config.train_documents)
     nlist = 1 if family.kind == "flat" else config.nlist
     nlist = nlist or families.default_nlist(documents, train_documents=trained)
@@ -250,9 +251,9 @@ def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> s
 
 
 def _train_quantizer(config: IndexConfig, layout: shard.IndexLayout, draft: Draft, source: Artifact) -> None:
-    """Train the quantizer in a task that stores it for the others, unless an earlier run did."""
+    """Train the quantizer in a task that stores it for other tasks, unless an earlier run stored it."""
     folder = draft.work("quantizer")
-    if fs.exists(fs.join(folder, shard.COARSE)):  # written last
+    if fs.exists(fs.join(folder, shard.COARSE)):  # the last file that is written
         return
     size = families.sample_size(config, layout.documents, nlist=layout.nlist)
     sample = draft.work("sample")
@@ -262,65 +263,65 @@ def _train_quantizer(config: IndexConfig, layout: shard.IndexLayout, draft: Draf
 
 
 def _test_queries(dataset: Artifact) -> tuple[pa.Table, list[dict[str, int]]]:
-    """Test queries to tune with, and the judgements of each: doc_id -> grade."""
+    """Draw test queries for tuning, with the judgements of each: doc_id -> grade."""
     table = splits.queries(dataset, "test").sort_by("query_id")
     rng = np.random.default_rng(SAMPLE_SEED)
-    drawn = table.take(np.sort(rng.permutation(len(table))[: tuning.TUNING_QUERIES]))
-    judged: dict[str, dict[str, int]] = {query_id: {} for query_id in drawn["query_id"].to_pylist()}
+    queries = table.take(np.sort(rng.permutation(len(table))[: tuning.TUNING_QUERIES]))
+    judged: dict[str, dict[str, int]] = {query_id: {} for query_id in queries["query_id"].to_pylist()}
     if judged:
-        for row in splits.judgements(dataset, drawn["query_id"]).to_pylist():
+        for row in splits.judgements(dataset, queries["query_id"]).to_pylist():
             judged[row["query_id"]][row["doc_id"]] = row["relevance"]
-    return drawn, list(judged.values())
+    return queries, list(judged.values())
 
 
 def _queries(
-    config: IndexConfig, parents: dict[str, Artifact], layout: shard.IndexLayout, drawn: pa.Table
+    config: IndexConfig, parents: dict[str, Artifact], layout: shard.IndexLayout, queries: pa.Table
 ) -> Float[ndarray, "queries dim"] | None:
-    """Embeddings of the test queries; None where nothing is to be tuned, or there are no queries."""
+    """Encode the test queries; None if nothing needs tuning, or there are no queries or no query tower."""
     tower = parents.get("student") or parents.get("dual_encoder")
-    fixed = config.nprobe is not None and config.refine_factor is not None and not layout.sparse
-    if tower is None or fixed or not len(drawn):
+    is_fixed = config.nprobe is not None and config.refine_factor is not None and not layout.sparse
+    if tower is None or is_fixed or not len(queries):
         return None
-    encode = partial(_encode_queries, queries=drawn["query"].to_pylist())
-    (found,) = cluster.map_tasks(encode, [tower], config.resources)
-    if found.shape[1] != layout.dim:
-        log.warning("not tuned: queries have dim %d, documents %d", found.shape[1], layout.dim)
+    encode = partial(_encode_queries, queries=queries["query"].to_pylist())
+    (embeddings,) = cluster.map_tasks(encode, [tower], config.resources)
+    if embeddings.shape[1] != layout.dim:
+        log.warning("not tuned: queries have dim %d, documents %d", embeddings.shape[1], layout.dim)
         return None
-    return found
+    return embeddings
 
 
-def _terms(parents: dict[str, Artifact], layout: shard.IndexLayout, drawn: pa.Table) -> SparseRows | None:
-    """Terms of the test queries, by the vocabulary of the documents; None where no weight is to be tuned."""
+def _terms(parents: dict[str, Artifact], layout: shard.IndexLayout, queries: pa.Table) -> SparseRows | None:
+    """Compute terms of the test queries in the vocabulary of the documents; None if no weight is tuned."""
     source = parents.get("bm25_terms") or parents.get("dual_encoder")
     if not layout.sparse or source is None or not source.names("sparse_query/"):
         return None
-    if layout.passages:  # the weight is tuned by judgements, which are of documents
+    if layout.passages:  # judgements, which tune the weight, refer to documents
         return None
-    return SparseQuery.load(source.directory("sparse_query")).encode(drawn["query"].to_pylist())
+    return SparseQuery.load(source.directory("sparse_query")).encode(queries["query"].to_pylist())
 
 
 def _train(files: int, *, config: IndexConfig, nlist: int, sample: str, folder: str) -> None:
-    """Task: train on a sample in so many files, and store the quantizer."""
+    """Train a quantizer on a sample in this number of files, and store it (a task)."""
     use_threads(config.resources)
     quantizer = families.train(read_sample(sample, files), config.family, nlist=nlist, seed=SAMPLE_SEED)
     families.write_quantizer(folder, quantizer)
 
 
 def _encode_queries(tower: Artifact, *, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
-    """Task: unit embeddings of queries by the query tower of an artifact."""
+    """Compute unit embeddings of queries by the query tower of an artifact (a task)."""
     return arrow.l2_normalize(QueryEncoder(tower.directory("query")).encode_queries(queries))
 
 
 def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: IndexRun) -> dict[str, Any]:
-    """Task: write a shard and its exact answers for the tuning queries; returns its files."""
+    """Write a shard and its exact answers for the tuning queries, and return its files (a task)."""
     number, slices = item
     config, layout = shared.config, shared.layout
     use_threads(config.resources)
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in shared.parents.items() if kind in _READ}
     embeddings = parents["embeddings"]
     lists = ivf.empty(families.read_quantizer(shared.work("quantizer")))
-    stored: list[pa.Table] = []
-    found: list[postings.Postings] = []
+    documents: list[pa.Table] = []
+    segments: list[postings.Postings] = []
     queries = shared.queries if number in shared.sampled else None
     exact, total = topk.Best(0 if queries is None else len(queries), config.tuning.k), np.zeros(layout.dim)
     # A shard without documents has the columns of the others.
@@ -333,16 +334,16 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
             total += matrix.sum(0, dtype=np.float64)
         ivf.add(lists, matrix)
         rows, terms = _part_rows(piece, doc_ids, parents, config, sparse=layout.sparse)
-        stored.append(rows)
+        documents.append(rows)
         if terms is not None:
-            found.append(postings.build(terms["terms"], terms["impacts"], strongest=config.terms))
+            segments.append(postings.build(terms["terms"], terms["impacts"], strongest=config.terms))
     parts = shard.write_shard(
         shared.output,
         number,
         layout=layout,
         lists=lists,
-        documents=pa.concat_tables(stored),
-        terms=postings.merge(found),
+        documents=pa.concat_tables(documents),
+        terms=postings.merge(segments),
     )
     if queries is not None:
         tuning.write_exact_answers(shared, number, exact, total)
@@ -357,13 +358,16 @@ def _part_rows(
     *,
     sparse: bool,
 ) -> tuple[pa.Table, pa.Table | None]:
-    """Rows of a shard's document table for a slice of a part with these ids; and their terms, if `sparse`."""
+    """Build rows of a shard's document table from a slice of a part, with their terms if `sparse`.
+
+    `doc_ids` are those of the entire part.
+    """
     base, rows = piece.part.removeprefix("embeddings/"), piece.stop - piece.start
-    own = doc_ids.slice(piece.start, rows)
-    divided = passages.settings(parents["dataset"]) is not None
-    columns = shard.document_columns(config.filters, passages=divided)
+    slice_ids = doc_ids.slice(piece.start, rows)
+    has_passages = passages.settings(parents["dataset"]) is not None
+    columns = shard.document_columns(config.filters, passages=has_passages)
     documents = shard.document_rows(
-        own,
+        slice_ids,
         documents=parents["dataset"].table(f"documents/{base}", columns),
         semantic_ids=parents["semantic_ids"].table(f"codes/{base}", ["doc_id", "semantic_id"]),
         snippet_chars=config.snippet_chars,
@@ -371,5 +375,5 @@ def _part_rows(
     if not sparse:
         return documents, None
     if "bm25_terms" in parents:
-        return documents, weights.read_columns(parents["bm25_terms"], base, own)
+        return documents, weights.read_columns(parents["bm25_terms"], base, slice_ids)
     return documents, parents["embeddings"].table(piece.part, SPARSE.names).slice(piece.start, rows)

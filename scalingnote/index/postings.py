@@ -1,10 +1,10 @@
-"""Inverted lists of term impacts: for every term, the documents that have it; in memory and as files.
+"""Inverted lists of term impacts, in memory and as files: for every term, the documents that have it.
 
-    terms, impacts ─► block of 65,536 documents ─► its lists: of each term, rows and impacts ─► postings
+    terms, impacts ─► block of 65,536 documents ─► its lists: rows and impacts of each term ─► postings
 
-Row numbers within a block fit 16 bits, and the scores of its documents fit a core's own cache. Documents that
-come later form postings of their own, *segments*, whose rows follow those before them; merging writes new
-lists. Files are numpy arrays, one in each, mapped into memory and checked before use.
+Row numbers in a block fit in 16 bits, and the scores of its documents fit in the private cache of a core.
+Later documents form separate postings, *segments*, with rows that follow those of the segments before them;
+merging writes new lists. Each file is one numpy array, which is mapped into memory and checked before use.
 """
 
 import io
@@ -39,11 +39,11 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 @dataclass(frozen=True)
 class Postings:
-    """Inverted lists, block after block. A document's row is its position when they were built.
+    """Inverted lists, block after block. The row of a document is its position in the input of :func:`build`.
 
     Block b holds rows ``blocks[b, 0]`` up to ``blocks[b + 1, 0]`` and lists ``blocks[b, 1]`` up to
-    ``blocks[b + 1, 1]``, by ascending term; list l holds entries ``offsets[l]`` up to ``offsets[l + 1]``, by
-    ascending row, counted from the block's first. All arrays are read-only.
+    ``blocks[b + 1, 1]``, by ascending term. List l holds entries ``offsets[l]`` up to ``offsets[l + 1]``, by
+    ascending row, which is counted from the first row of the block. All arrays are read-only.
     """
 
     blocks: Int64[ndarray, "bounds 2"]
@@ -53,7 +53,7 @@ class Postings:
     impacts: Float16[ndarray, " entries"]
 
     def __len__(self) -> int:
-        """Number of documents, with those without terms."""
+        """Return the number of documents, including those without terms."""
         return int(self.blocks[-1, 0])
 
     @property
@@ -69,12 +69,13 @@ def build(terms: Column, impacts: Column, *, strongest: int | None = None) -> Po
     """Build postings from the columns ``terms`` and ``impacts`` (``storage.schema.SPARSE``) of documents.
 
     Args:
-        terms: of each document, ascending; null: none.
+        terms: of each document, ascending; null: no terms.
         impacts: of these terms, finite and at least 0; terms with impact 0 are dropped.
-        strongest: terms kept per document, those of the largest impacts, ties to the lower term; None: all.
+        strongest: number of terms kept per document, those with the largest impacts; ties go to the lower
+            term; None: all.
 
     Raises:
-        DataError: names the first document with invalid terms or impacts.
+        DataError: a document has invalid terms or impacts; the error names the first one.
     """
     if len(terms) != len(impacts):
         raise DataError(
@@ -94,21 +95,21 @@ def build(terms: Column, impacts: Column, *, strongest: int | None = None) -> Po
 
 
 def columns(segments: Segments) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    """Columns ``terms`` and ``impacts``, the inverse of :func:`build`; empty lists for no terms."""
+    """Convert postings to columns ``terms`` and ``impacts``; a document without terms has empty lists."""
     terms, impacts = [], []
     for block in (block for segment in segments for block in _blocks(segment)):
         # SciPy transposes in C, but has no float16: the bit patterns are transposed instead.
         bits = block.impacts.view(np.uint16)
-        found = csc_array((bits, block.rows, block.offsets), shape=(len(block), len(block.terms))).tocsr()
-        offsets = found.indptr.astype(np.int32)
-        terms.append(pa.ListArray.from_arrays(offsets, pa.array(block.terms[found.indices])))
-        impacts.append(pa.ListArray.from_arrays(offsets, pa.array(found.data.view(np.float16))))
+        by_row = csc_array((bits, block.rows, block.offsets), shape=(len(block), len(block.terms))).tocsr()
+        offsets = by_row.indptr.astype(np.int32)
+        terms.append(pa.ListArray.from_arrays(offsets, pa.array(block.terms[by_row.indices])))
+        impacts.append(pa.ListArray.from_arrays(offsets, pa.array(by_row.data.view(np.float16))))
     kinds = SPARSE.field("terms").type, SPARSE.field("impacts").type
     return pa.chunked_array(terms, kinds[0]), pa.chunked_array(impacts, kinds[1])
 
 
 def merge(segments: Segments, *, kept: Bool[ndarray, " documents"] | None = None) -> Postings:
-    """Merge segments into one, with all documents or only those `kept`, in the same order."""
+    """Merge segments into one, with all documents or only those that are `kept`, in the same order."""
     terms, impacts = columns(segments)
     if kept is None:
         return build(terms, impacts)
@@ -117,10 +118,10 @@ def merge(segments: Segments, *, kept: Bool[ndarray, " documents"] | None = None
 
 
 def append(segments: Segments, new: Postings) -> tuple[Postings, ...]:
-    """Append a segment; segments are merged so that each has more documents than the next.
+    """Append a segment and merge segments, so that each has more documents than the next.
 
-    A document is rewritten at most once per doubling of its segment; n documents that come one by one make at
-    most log2(n) + 1 segments.
+    A document is rewritten at most once per doubling of its segment; n documents that are appended one by one
+    form at most log2(n) + 1 segments.
     """
     stack = [*segments]
     while stack and len(stack[-1]) <= len(new):
@@ -129,7 +130,7 @@ def append(segments: Segments, new: Postings) -> tuple[Postings, ...]:
 
 
 def frozen(array: ndarray, kind: Any) -> ndarray:
-    """A read-only view, so that built and mapped arrays have the same type for compiled code."""
+    """Return a read-only view, so that built and mapped arrays have the same type for compiled code."""
     view = np.ascontiguousarray(array, kind).view()
     view.flags.writeable = False
     return view
@@ -137,7 +138,7 @@ def frozen(array: ndarray, kind: Any) -> ndarray:
 
 @dataclass(frozen=True)
 class _Documents:
-    """Documents of one block, row by row: terms ascending, no impact of 0."""
+    """Documents of one block, row by row, with ascending terms and no impact of 0."""
 
     offsets: Int64[ndarray, " bounds"]
     terms: Int32[ndarray, " entries"]
@@ -158,19 +159,19 @@ def _documents(terms: Column, impacts: Column, first: int) -> _Documents:
         raise DataError(
             f"document {first + row} has {lengths[row]} terms and {others[row]} impacts: pass one for each"
         )
-    numbers, given = (_flat(column) for column in (terms, impacts))
+    numbers, raw = (_flat(column) for column in (terms, impacts))
     offsets = _bounds(lengths)
-    with np.errstate(over="ignore"):  # an overflow becomes infinite, and is refused below
-        values = given.astype(np.float16)
+    with np.errstate(over="ignore"):  # an overflow becomes infinity, which is refused below
+        values = raw.astype(np.float16)
     rising = np.ones(len(numbers), bool)
     rising[1:] = numbers[1:] > numbers[:-1]
     rising[offsets[:-1][lengths > 0]] = True
-    broken = ~rising | (numbers < 0) | ~(values >= 0) | np.isinf(values)
-    if broken.any():
-        entry = int(np.flatnonzero(broken)[0])
+    is_invalid = ~rising | (numbers < 0) | ~(values >= 0) | np.isinf(values)
+    if is_invalid.any():
+        entry = int(np.flatnonzero(is_invalid)[0])
         row = int(np.searchsorted(offsets, entry, "right")) - 1
         raise DataError(
-            f"document {first + row} has term {numbers[entry]} with impact {given[entry]}: terms must be "
+            f"document {first + row} has term {numbers[entry]} with impact {raw[entry]}: terms must be "
             "ascending and not negative, impacts from 0 to 65504"
         )
     return _Documents(offsets, numbers.astype(np.int32, copy=False), values).only(values > 0)
@@ -189,20 +190,19 @@ def _invert(documents: _Documents, strongest: int | None) -> Postings:
 
 
 def _strongest(documents: _Documents, k: int) -> Bool[ndarray, " entries"]:
-    """Which entries are among the k of largest impact in their document, ties to the lower term."""
+    """Mark the k entries with the largest impacts of each document; ties go to the lower term."""
     lengths = np.diff(documents.offsets)
     owner = np.repeat(np.arange(len(lengths), dtype=np.uint64), lengths)
-    # Sort one 64-bit number per entry: document, descending impact, position of the entry.
+    # Sort one 64-bit number per entry, made of document, descending impact and position of the entry.
     weakness = (0xFFFF - documents.impacts.view(np.uint16)).astype(np.uint64)
-    place = np.arange(len(owner), dtype=np.uint64)
-    order = np.sort(owner << np.uint64(48) | weakness << np.uint64(32) | place) & np.uint64(0xFFFFFFFF)
-    kept = np.empty(len(owner), bool)
-    kept[order] = np.arange(len(owner)) - np.repeat(documents.offsets[:-1], lengths) < k
-    return kept
+    position = np.arange(len(owner), dtype=np.uint64)
+    order = np.sort(owner << np.uint64(48) | weakness << np.uint64(32) | position) & np.uint64(0xFFFFFFFF)
+    is_kept = np.empty(len(owner), bool)
+    is_kept[order] = np.arange(len(owner)) - np.repeat(documents.offsets[:-1], lengths) < k
+    return is_kept
 
 
 def _block(documents: int, terms: ndarray, offsets: ndarray, rows: ndarray, impacts: ndarray) -> Postings:
-    """Postings of one block."""
     return _postings(np.array([(0, 0), (documents, len(terms))]), terms, offsets, rows, impacts)
 
 
@@ -211,18 +211,18 @@ def _postings(*arrays: ndarray) -> Postings:
 
 
 def _join(pieces: Iterable[Postings]) -> Postings:
-    """Postings one after the other."""
+    """Concatenate postings; rows of each follow those of the one before."""
     nothing = np.empty(0)
     empty = _postings(np.zeros((1, 2)), nothing, np.zeros(1), nothing, nothing)
-    every = [empty, *pieces]
-    starts = _bounds(np.array([len(piece.rows) for piece in every]))
-    offsets = [piece.offsets[1:] + start for piece, start in zip(every, starts, strict=False)]
+    postings_list = [empty, *pieces]
+    starts = _bounds(np.array([len(piece.rows) for piece in postings_list]))
+    offsets = [piece.offsets[1:] + start for piece, start in zip(postings_list, starts, strict=False)]
     return _postings(
-        np.concatenate([empty.blocks, *(np.diff(piece.blocks, axis=0) for piece in every)]).cumsum(0),
-        np.concatenate([piece.terms for piece in every]),
+        np.concatenate([empty.blocks, *(np.diff(piece.blocks, axis=0) for piece in postings_list)]).cumsum(0),
+        np.concatenate([piece.terms for piece in postings_list]),
         np.concatenate([empty.offsets, *offsets]),
-        np.concatenate([piece.rows for piece in every]),
-        np.concatenate([piece.impacts for piece in every]),
+        np.concatenate([piece.rows for piece in postings_list]),
+        np.concatenate([piece.impacts for piece in postings_list]),
     )
 
 
@@ -244,20 +244,20 @@ def _bounds(lengths: Int64[ndarray, " lists"]) -> Int64[ndarray, " bounds"]:
 
 
 def dump(postings: Postings) -> dict[str, bytes]:
-    """Contents of each of the POSTING_FILES."""
+    """Convert postings to the contents of the POSTING_FILES."""
     columns = zip(POSTING_FILES, fields(postings), strict=True)
     return {name: npy_bytes(getattr(postings, field.name)) for name, field in columns}
 
 
 def load(files: Mapping[str, Any], *, documents: int | None = None) -> Postings:
-    """Open postings from bytes or buffers, such as those of memory maps, which are not copied.
+    """Open postings from bytes or from buffers, for example of memory maps, which are not copied.
 
-    Everything that search relies on is checked, because compiled code reads and writes at these offsets
-    without bounds checks.
+    All assumptions of search are checked, because compiled code reads and writes at these offsets without
+    bounds checks.
 
     Args:
         files: contents of the POSTING_FILES, by name.
-        documents: number of documents expected; None: any.
+        documents: expected number of documents; None: any.
 
     Raises:
         ArtifactError: a file is missing, damaged, or inconsistent with the others.
@@ -269,15 +269,15 @@ def load(files: Mapping[str, Any], *, documents: int | None = None) -> Postings:
         name: _parse_array(file, files[file], kind)
         for file, (name, kind) in zip(POSTING_FILES, _DTYPES.items(), strict=True)
     }
-    wrong = _invalid_array(**arrays)
-    if wrong:
+    invalid = _invalid_array(**arrays)
+    if invalid:
         raise ArtifactError(
-            f"sparse.{wrong}.npy does not fit the other files of its shard: restore it or re-run index"
+            f"sparse.{invalid}.npy does not fit the other files of its shard: restore it or re-run index"
         )
     postings = Postings(**arrays)
     if documents is not None and len(postings) != documents:
         raise ArtifactError(
-            f"sparse.blocks.npy is of {len(postings)} documents, the shard has {documents}: re-run index"
+            f"sparse.blocks.npy has {len(postings)} documents, the shard has {documents}: re-run index"
         )
     return postings
 
@@ -288,15 +288,15 @@ def _parse_array(name: str, data: Any, kind: Any) -> ndarray:
     try:
         shape, by_column, dtype = _HEADERS[np.lib.format.read_magic(head)](head)
         if dtype != kind or by_column:
-            raise ValueError(f"it holds {dtype}, expected {np.dtype(kind)}")
-        found = np.frombuffer(view, dtype, offset=head.tell()).reshape(shape)
+            raise ValueError(f"type {dtype}, expected {np.dtype(kind)}")
+        array = np.frombuffer(view, dtype, offset=head.tell()).reshape(shape)
     except (ValueError, KeyError) as error:
         raise ArtifactError(f"{name} is damaged ({error}): restore it or re-run index") from None
-    return frozen(found, kind)
+    return frozen(array, kind)
 
 
 def _invalid_array(blocks: ndarray, terms: ndarray, offsets: ndarray, rows: ndarray, impacts: ndarray) -> str:
-    """Name of the first array that violates :class:`Postings`; empty where none does."""
+    """Return the name of the first array that violates :class:`Postings`; "" if all are valid."""
     if blocks.ndim != 2 or blocks.shape[1] != 2 or not len(blocks) or blocks[0].any():
         return "blocks"
     if any(array.ndim != 1 for array in (terms, offsets, rows, impacts)):
@@ -315,14 +315,15 @@ def _invalid_array(blocks: ndarray, terms: ndarray, offsets: ndarray, rows: ndar
         within = rows[bounds[0] : bounds[-1]]
         if len(within) and (within.max() >= last - first or not _ascends(within, starts=bounds - bounds[0])):
             return "rows"
-    bits = impacts.view(np.uint16)  # positive floats and their bit patterns sort alike: 0 < impact < infinity
+    # Positive floats and their bit patterns have the same order; 0x7C00 is infinity.
+    bits = impacts.view(np.uint16)
     if len(impacts) != len(rows) or (len(bits) and (bits.min() == 0 or bits.max() >= 0x7C00)):
         return "impacts"
     return ""
 
 
 def _ascends(values: ndarray, *, starts: ndarray) -> bool:
-    """Whether values ascend within each list."""
+    """Return whether values ascend in each list."""
     rising = values[1:] > values[:-1]
     inner = starts[(starts > 0) & (starts < len(values))]
     rising[inner - 1] = True

@@ -1,18 +1,18 @@
 """Tuning: the cheapest nprobe and refine_factor that reach a recall, and the best weight of dense scores.
 
-Queries and documents are encoded by different towers and are distributed differently. So recall is measured
-on real queries against their exact answers, never on perturbed documents.
+Different towers encode queries and documents, which therefore have different distributions. So recall is
+measured on real queries against their exact answers, never on perturbed documents.
 
-    each sampled shard, opened once ─► for each nprobe, candidates by codes and their scores by vectors kept
+    each sampled shard, opened once ─► for each nprobe, candidates by codes and their scores by kept vectors
     these shards together ─► the best refine_factor * k by codes ─► the best k of these ─► recall
 
 A searcher of these shards does the same; searchers of one shard each have at least this recall. Exact answers
-come from the same shards: the k best of a part of the corpus are harder to find than those of the whole, so
-the recall of the whole is rather higher. One task opens shard after shard; the driver holds only settings and
-their recall.
+come from the same shards: the k best of a part of the corpus are harder to find than those of the entire
+corpus, so the recall on the entire corpus is probably higher. One task opens shard after shard; the driver
+receives only settings and their recall.
 
-The cost of a setting is counted, not timed, so that the same inputs give the same index: codes scanned, and
-vectors rescored, each of which costs as much as `RESCORE_COST` codes.
+The cost of a setting is counted and not timed, so that the same inputs give the same index. It is the number
+of scanned codes, plus `RESCORE_COST` for each rescored vector.
 """
 
 import io
@@ -42,10 +42,10 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import WORK, read_table
 
 REFINE_FACTORS = (1, 2, 4, 8, 16)
-MIN_RECALL_GAIN = 0.002  # of doubling nprobe, to be worth its time
+MIN_RECALL_GAIN = 0.002  # a smaller gain does not justify a higher cost
 TIMED_QUERIES = 64
-TUNING_QUERIES = 500  # test queries to tune with
-MAX_SHARDS = 8  # evenly spaced, to tune on against their own exact answers
+TUNING_QUERIES = 500  # limit of the test queries for tuning
+MAX_SHARDS = 8  # limit of the evenly spaced shards for tuning
 log = get_logger("index")
 
 
@@ -57,13 +57,13 @@ class IndexRun:
     layout: shard.IndexLayout
     parents: dict[str, str]  # kind -> URI
     output: str
-    sampled: tuple[int, ...]  # shards to tune on
-    queries: ivf.UnitQueries | None  # to tune with
-    terms: SparseRows | None = None  # of the same queries, where documents have terms
+    sampled: tuple[int, ...]  # shards for tuning
+    queries: ivf.UnitQueries | None  # for tuning
+    terms: SparseRows | None = None  # terms of the same queries, if documents have terms
     judged: tuple[str, ...] = ()  # doc_ids with a judgement for some of these queries
 
     def work(self, name: str) -> str:
-        """Path of a file that is not part of the artifact."""
+        """Return the path of a working file, which is not part of the artifact."""
         return fs.join(self.output, WORK, name)
 
 
@@ -73,7 +73,7 @@ class ShardAnswers(NamedTuple):
     rows: ivf.CandidateRows
     by_codes: ivf.CandidateScores
     by_vectors: ivf.CandidateScores
-    scanned: float  # codes per query
+    scanned: float  # number of codes per query
 
 
 @dataclass(frozen=True)
@@ -83,48 +83,48 @@ class OperatingPoint:
     nprobe: int
     refine_factor: int
     recall: float
-    cost: float  # codes per query, of all shards
+    cost: float  # number of codes per query over all shards
 
 
 def write_exact_answers(run: IndexRun, number: int, best: topk.Best, total: Float[ndarray, " dim"]) -> None:
-    """Store the best documents of a shard for every tuning query, and the sum of its vectors."""
+    """Write the best documents of a shard for every tuning query, and the sum of its vectors."""
     sink = io.BytesIO()
     np.savez(sink, scores=best.scores, rows=best.ids, total=total)
     fs.write_bytes(run.work(f"exact/{number:05d}.npz"), sink.getvalue())
 
 
 def sampled_shards(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Up to `count` shards to tune on, evenly spaced among those that have documents."""
+    """Choose up to `count` shards for tuning, evenly spaced among those that have documents."""
     filled = [number for number, size in enumerate(sizes) if size]
     count = min(count, len(filled))
     return tuple(filled[len(filled) * place // count] for place in range(count))
 
 
 def probes(nlist: int) -> list[int]:
-    """Values of nprobe to try: powers of two up to all lists."""
+    """Return the values of nprobe to try: powers of two, and all lists."""
     return [*(1 << power for power in range(nlist.bit_length()) if 1 << power < nlist), nlist]
 
 
 def factors(family: str, refine: Refine) -> tuple[int, ...]:
-    """Refine factors to try; a flat index compares by the vectors it keeps anyway."""
+    """Return the refine factors to try: only 1 for a flat index, which already compares kept vectors."""
     return REFINE_FACTORS if refine != "none" and family != "flat" else (1,)
 
 
 def candidates(lists: ivf.Lists, queries: ivf.UnitQueries, *, nprobe: int, k: int) -> ShardAnswers:
-    """The k best of one shard by codes, for the measurement of one nprobe."""
-    chosen = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
-    scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)
+    """Find the k best documents of one shard by codes, to measure one nprobe."""
+    probed_lists = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
+    scores, rows = ivf.scan(lists, queries, chosen=probed_lists, k=k)
     scores[rows < 0] = -np.inf
     exact = scores if lists.kept is None else ivf.scores(lists.kept, queries, rows)
     scanned = float(len(lists))
     if lists.index is not None:
         sizes = [lists.index.invlists.list_size(number) for number in range(lists.index.nlist)]
-        scanned = np.array(sizes)[chosen[1]].sum() / len(queries)
+        scanned = np.array(sizes)[probed_lists[1]].sum() / len(queries)
     return ShardAnswers(rows, scores, exact, float(scanned))
 
 
 def join(one: ShardAnswers, other: ShardAnswers, *, depth: int) -> ShardAnswers:
-    """The `depth` best by codes of either; of equal ones those of `one` first."""
+    """Select the `depth` best of two answers by codes; if scores are equal, those of `one` come first."""
     columns = [np.concatenate(pair, axis=1) for pair in zip(one[:3], other[:3], strict=True)]
     best = topk.select(columns[1], k=depth)
     rows, codes, vectors = (np.take_along_axis(column, best, axis=1) for column in columns)
@@ -139,72 +139,79 @@ def measure(
     factors: Sequence[int],
     share: float = 1.0,
 ) -> list[OperatingPoint]:
-    """Recall and cost of one nprobe with each refine factor.
+    """Measure recall and cost of one nprobe with each refine factor.
 
-    `found` and `exact` (-1 where there are fewer documents) count rows over these shards, which hold `share`
-    of the documents.
+    Args:
+        found: answers of the measured shards; rows are counted over all of these.
+        exact: rows of the exact answers, padded with -1 if there are fewer documents.
+        nprobe: of the answers.
+        factors: refine factors to measure.
+        share: fraction of the documents of the index that these shards contain.
     """
     order = np.argsort(-found.by_codes, axis=1, kind="stable")
     k = exact.shape[1]
     points = []
     for factor in factors:
         best = order[:, : factor * k]
-        chosen = (np.take_along_axis(x, best, axis=1) for x in (found.by_vectors, found.rows))
-        value = recall(topk.merge(*chosen, k=k)[1], exact)
+        best_answers = (np.take_along_axis(x, best, axis=1) for x in (found.by_vectors, found.rows))
+        value = recall(topk.merge(*best_answers, k=k)[1], exact)
         cost = found.scanned / share + factor * k * ivf.RESCORE_COST
         points.append(OperatingPoint(nprobe, factor, round(value, 4), round(cost, 1)))
     return points
 
 
 def recall(found: Int[ndarray, "queries k"], exact: Int[ndarray, "queries k"]) -> float:
-    """Mean share of each query's exact answer that was found."""
+    """Compute the mean share of each query's exact answer that was found."""
     shares = [
-        np.isin(theirs[theirs >= 0], mine).mean()
-        for mine, theirs in zip(found, exact, strict=True)
-        if (theirs >= 0).any()
+        np.isin(best[best >= 0], retrieved).mean()
+        for retrieved, best in zip(found, exact, strict=True)
+        if (best >= 0).any()
     ]
     return float(np.mean(shares))
 
 
 def choose(points: Sequence[OperatingPoint], *, target: float) -> OperatingPoint:
-    """The cheapest point that reaches the target; else, with a warning, the cheapest near the best recall."""
-    enough = [point for point in points if point.recall >= target]
-    if enough:
-        return min(enough, key=lambda point: (point.cost, point.nprobe))
+    """Choose the cheapest point that reaches the target; else warn and take the cheapest near the best."""
+    sufficient = [point for point in points if point.recall >= target]
+    if sufficient:
+        return min(sufficient, key=lambda point: (point.cost, point.nprobe))
     best = max(point.recall for point in points)
     near_best = [point for point in points if point.recall > best - MIN_RECALL_GAIN]
-    chosen = min(near_best, key=lambda point: (point.cost, point.nprobe))
+    cheapest = min(near_best, key=lambda point: (point.cost, point.nprobe))
     log.warning(
-        "recall %.3f is the most this index finds, the target is %.3f, and more than nprobe=%d does not "
-        "raise it: its codes are too coarse. Keep finer vectors (index.family.refine=flat) or take a finer "
-        "family (ivf_sq8)",
+        "the highest recall of this index is %.3f, below the target of %.3f, and more than nprobe=%d does "
+        "not raise it: its codes are too coarse. Keep finer vectors (index.family.refine=flat) or use a "
+        "finer family (ivf_sq8)",
         best,
         target,
-        chosen.nprobe,
+        cheapest.nprobe,
     )
-    return chosen
+    return cheapest
 
 
 def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.IndexLayout, dict[str, Any]]:
-    """Tune nprobe and refine_factor on the sampled shards, given the documents of each shard.
+    """Tune nprobe and refine_factor on the sampled shards; `sizes` are the documents of each shard.
 
     Returns:
-        The layout with what was chosen; and for the manifest, the curve of recall, cost and time that led to
-        it, and the sample that it was measured on. Without queries the layout as it is and no curve.
+        The layout with the chosen values; and for the manifest the curve of recall, cost and time from which
+        they were chosen, and the sample on which it was measured. Without queries, the unchanged layout and
+        no curve.
     """
     config, layout = run.config, run.layout
     if run.queries is None:
         return layout, {"tuning": []}
-    tried = (config.nprobe,) if config.nprobe else probes(layout.nlist)
-    tried_factors = (config.refine_factor,) if config.refine_factor else factors(layout.family, layout.refine)
-    measuring = partial(_measure_shards, run=run, probes=tried, factors=tried_factors)
-    ((points, background),) = cluster.map_tasks(measuring, [sizes], config.resources)
+    nprobes = (config.nprobe,) if config.nprobe else probes(layout.nlist)
+    refine_factors = (
+        (config.refine_factor,) if config.refine_factor else factors(layout.family, layout.refine)
+    )
+    measure_task = partial(_measure_shards, run=run, probes=nprobes, factors=refine_factors)
+    ((points, background),) = cluster.map_tasks(measure_task, [sizes], config.resources)
     documents = sum(sizes[number] for number in run.sampled)
     best = choose(points, target=config.tuning.recall)
     curve = [point for point in points if point.refine_factor == best.refine_factor]
-    timing = partial(_time_searches, run=run, refine_factor=best.refine_factor, probes=tried)
+    time_task = partial(_time_searches, run=run, refine_factor=best.refine_factor, probes=nprobes)
     largest = max(run.sampled, key=sizes.__getitem__)
-    (timed,) = cluster.map_tasks(timing, [largest], config.resources)
+    (times,) = cluster.map_tasks(time_task, [largest], config.resources)
     log.info(
         "recall@%d of %.3f on %d queries by nprobe=%d of %d lists and refine_factor=%d",
         *(min(config.tuning.k, documents), best.recall, len(run.queries), best.nprobe, layout.nlist),
@@ -218,7 +225,7 @@ def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.IndexLayout,
         background=background,
     )
     return tuned, {
-        "tuning": [vars(point) | {"us_per_query": us} for point, us in zip(curve, timed, strict=True)],
+        "tuning": [vars(point) | {"us_per_query": us} for point, us in zip(curve, times, strict=True)],
         "tuning_sample": {"shards": list(run.sampled), "documents": documents, "queries": len(run.queries)},
     }
 
@@ -229,65 +236,65 @@ def tune_weight(
     """Tune the weight of dense scores in hybrid search.
 
     Args:
-        run: its queries and their terms are those to tune with.
+        run: has the queries for tuning and their terms.
         layout: with nprobe and refine_factor.
         sizes: documents of each shard.
         relevant: judgements of each query, doc_id -> grade.
 
     Returns:
         The layout with the weight of the best nDCG@10, and nDCG@10 of each weight. Without terms, kept
-        vectors or judgements, the layout as it is and nothing.
+        vectors or judgements, the unchanged layout and an empty mapping.
     """
     if run.queries is None or run.terms is None or layout.refine == "none":
         return layout, {}
     items = [*enumerate(accumulate(sizes[:-1], initial=0))]
-    measured = partial(_measure_shard_hybrid, run=run, layout=layout)
-    shares = in_order(cluster.map_tasks(measured, items, run.config.resources))
-    both, rows = next(shares)
-    for found, judged_rows in shares:
-        both = hybrid.merge([both, found], candidates=run.config.tuning.k)
-        rows = np.maximum(rows, judged_rows)  # -1 but in the one shard that has it
+    measure_task = partial(_measure_shard_hybrid, run=run, layout=layout)
+    answers = in_order(cluster.map_tasks(measure_task, items, run.config.resources))
+    both, rows = next(answers)
+    for shard_candidates, judged_rows in answers:
+        both = hybrid.merge([both, shard_candidates], candidates=run.config.tuning.k)
+        rows = np.maximum(rows, judged_rows)  # -1 except in the shard that has the document
     row_of = {doc_id: row for doc_id, row in zip(run.judged, rows.tolist(), strict=True) if row >= 0}
     graded = [{row_of[i]: grade for i, grade in judged.items() if i in row_of} for judged in relevant]
-    judged = sum(any(grade > 0 for grade in grades.values()) for grades in graded)
-    if not judged:
-        log.warning("the weight of dense scores is not tuned: no test query has a relevant document indexed")
+    judged_queries = sum(any(grade > 0 for grade in grades.values()) for grades in graded)
+    if not judged_queries:
+        log.warning("the weight of dense scores is not tuned: no test query has a relevant indexed document")
         return layout, {}
     both = hybrid.merge([both], candidates=run.config.tuning.k)
     weight, curve = hybrid.tune_weight(both, graded, background=layout.background or 0.0)
     log.info(
-        "nDCG@10 of %.3f on %d judged queries by dense_weight=%.2f; embeddings alone %.3f, terms alone %.3f",
-        *(curve[weight], judged, weight, curve[1.0], curve[0.0]),
+        "nDCG@10 of %.3f on %d judged queries by dense_weight=%.2f; only embeddings %.3f, only terms %.3f",
+        *(curve[weight], judged_queries, weight, curve[1.0], curve[0.0]),
     )
     points = [{"dense_weight": w, "ndcg@10": round(value, 4)} for w, value in curve.items()]
-    return replace(layout, dense_weight=weight), {"queries": judged, "curve": points}
+    return replace(layout, dense_weight=weight), {"queries": judged_queries, "curve": points}
 
 
 def _measure_shards(
     sizes: Sequence[int], *, run: IndexRun, probes: Sequence[int], factors: Sequence[int]
 ) -> tuple[list[OperatingPoint], float]:
-    """Task: recall and cost of each setting on the sampled shards, opened one after the other.
+    """Measure recall and cost of each setting on the sampled shards, opened one after the other (a task).
 
-    One task, because what the shards find is megabytes for each setting, which need not travel. The second
-    result is the mean cosine of queries and documents.
+    This is one task, because the answers of the shards are megabytes for each setting, which would be sent
+    between tasks. The second result is the mean score of queries and documents.
     """
     use_threads(run.config.resources)
     assert run.queries is not None
     depth = run.config.tuning.k * factors[-1]
     first = dict(zip(run.sampled, accumulate((sizes[n] for n in run.sampled), initial=0), strict=False))
     documents = sum(sizes[number] for number in first)
-    found: dict[int, ShardAnswers] = {}
+    answers: dict[int, ShardAnswers] = {}
     for number, first_row in first.items():
         lists = _reopen(number, run)
         for nprobe in probes:
             share = candidates(lists, run.queries, nprobe=nprobe, k=depth)
             share = share._replace(rows=topk.count_from(first_row, share.rows))
-            found[nprobe] = join(found[nprobe], share, depth=depth) if nprobe in found else share
+            answers[nprobe] = join(answers[nprobe], share, depth=depth) if nprobe in answers else share
     exact, background = _exact_answers(run, first, documents=documents)
     points = [
         point
-        for nprobe, answers in found.items()
-        for point in measure(answers, exact, nprobe=nprobe, factors=factors, share=documents / sum(sizes))
+        for nprobe, answer in answers.items()
+        for point in measure(answer, exact, nprobe=nprobe, factors=factors, share=documents / sum(sizes))
     ]
     return points, background
 
@@ -295,9 +302,9 @@ def _measure_shards(
 def _measure_shard_hybrid(
     item: tuple[int, int], *, run: IndexRun, layout: shard.IndexLayout
 ) -> tuple[int, tuple[HybridCandidates, Int[ndarray, " judged"]]]:
-    """Task: the shard, its hybrid candidates, and its rows of the judged documents, -1 for others.
+    """Find hybrid candidates of a shard and its rows of the judged documents, -1 for others (a task).
 
-    The item is (shard, number of rows before it), from which rows are counted on.
+    The item is (shard, number of rows before it). Rows are counted over all shards.
     """
     number, first_row = item
     use_threads(run.config.resources)
@@ -305,41 +312,43 @@ def _measure_shard_hybrid(
     assert queries is not None
     assert terms is not None
     lists = _reopen(number, run)
-    chosen = ivf.choose_lists(queries, lists.coarse, nprobe=layout.nprobe)
-    nearest = ivf.candidates(lists, queries, chosen=chosen, k=k, refine_factor=layout.refine_factor)
+    probed_lists = ivf.choose_lists(queries, lists.coarse, nprobe=layout.nprobe)
+    nearest = ivf.candidates(lists, queries, chosen=probed_lists, k=k, refine_factor=layout.refine_factor)
     _, rows = topk.merge(*nearest, k=k)
     files = {
         name: fs.read_bytes(fs.join(run.output, part)) for name, part in shard.term_files(number).items()
     }
     score = partial(ivf.scores, lists.kept, queries)
-    found = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
+    both = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
     doc_ids = read_table(fs.join(run.output, shard.columns_file(number)))["doc_id"]
-    judged = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
-    found = replace(found, ids=topk.count_from(first_row, found.ids))
-    return number, (found, topk.count_from(first_row, judged))
+    judged_rows = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
+    both = replace(both, ids=topk.count_from(first_row, both.ids))
+    return number, (both, topk.count_from(first_row, judged_rows))
 
 
 def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Sequence[int]) -> list[float]:
-    """Task: microseconds of processor time per query by each nprobe, one at a time, in a finished shard."""
+    """Measure microseconds of processor time per query for each nprobe, query by query (a task)."""
     use_threads(run.config.resources)
     lists = _reopen(number, run)
     assert run.queries is not None
     queries, k = run.queries[:TIMED_QUERIES], run.config.tuning.k
-    timed = []
+    times = []
     for nprobe in probes:
         start = time.process_time()
         for query in queries:
-            chosen = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
-            nearest = ivf.candidates(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
+            probed_lists = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
+            nearest = ivf.candidates(
+                lists, query[None], chosen=probed_lists, k=k, refine_factor=refine_factor
+            )
             topk.merge(*nearest, k=k)
-        timed.append(round((time.process_time() - start) / len(queries) * 1e6, 1))
-    return timed
+        times.append(round((time.process_time() - start) / len(queries) * 1e6, 1))
+    return times
 
 
 def _exact_answers(
     run: IndexRun, first: Mapping[int, int], *, documents: int
 ) -> tuple[Int[ndarray, "queries k"], float]:
-    """Rows of the exact answers in shards, given the rows before each; and the mean cosine of all pairs."""
+    """Read exact answers of shards, given the rows before each; and compute the mean score of all pairs."""
     assert run.queries is not None
     best, total = topk.Best(len(run.queries), min(run.config.tuning.k, documents)), np.zeros(run.layout.dim)
     for number, first_row in first.items():

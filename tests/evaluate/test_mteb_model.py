@@ -1,4 +1,4 @@
-"""Published folders and a run's search as models of mteb."""
+"""Published folders and the search of a run as models of mteb."""
 
 import json
 from dataclasses import dataclass
@@ -30,35 +30,35 @@ QUERIES = [{"id": f"q{i}", "text": row["title"]} for i, row in enumerate(ROWS[:4
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory) -> Path:
-    """A published model with prompts and a table beside it, in one folder."""
+    """Write a published model with prompts and a table to one folder."""
     root = tmp_path_factory.mktemp("router")
     teacher = published.folder(root / "teacher", prompts=published.PROMPTS, max_length=40)
     dual_encoder.load_tower(teacher, "document").save(root / "document")
     tokens = families.tokenizer().backend_tokenizer.to_str()
-    made = lookup.build(LookupConfig(), dim=published.HIDDEN, tokenizer_json=tokens, seed=0)
-    made.save(root / "query")
+    table = lookup.build(LookupConfig(), dim=published.HIDDEN, tokenizer_json=tokens, seed=0)
+    table.save(root / "query")
     write_router(root / "query", root / "document", root / "ours")
     return root / "ours"
 
 
 @pytest.fixture(scope="module")
 def beir(tmp_path_factory) -> Path:
-    """A folder in the BEIR layout; of each query two documents are relevant, one of them more."""
+    """Write a folder in the BEIR layout; each query has two relevant documents with different grades."""
     folder = tmp_path_factory.mktemp("beir") / "tiny"
     (folder / "qrels").mkdir(parents=True)
     corpus = [{"_id": row["id"], "title": row["title"], "text": row["text"]} for row in CORPUS]
     queries = [{"_id": row["id"], "text": row["text"]} for row in QUERIES]
-    for name, rows in (("corpus", corpus), ("queries", [*queries, {"_id": "other", "text": "not asked"}])):
+    for name, rows in (("corpus", corpus), ("queries", [*queries, {"_id": "other", "text": "not judged"}])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    judged = [
+    judgements = [
         f"{q['id']}\t{CORPUS[(i + j) % 12]['id']}\t{2 - j}\n" for i, q in enumerate(QUERIES) for j in (0, 1)
     ]
-    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judged))
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judgements))
     return folder
 
 
-def own_ndcg(router: Path) -> float:
-    """nDCG@10 of the folder's two sides, by our measures."""
+def expected_ndcg(router: Path) -> float:
+    """Compute nDCG@10 of the towers of the folder by our measures."""
     table = pa.table(
         {"title": [r["title"] for r in CORPUS], "topic": [""] * 12, "content": [r["text"] for r in CORPUS]}
     )
@@ -77,13 +77,13 @@ def own_ndcg(router: Path) -> float:
 def test_mteb_evaluates_a_router_folder_on_a_beir_folder(router, beir, tmp_path):
     pytest.importorskip("mteb", reason="pip install scalingnote[mteb]")
     model = mteb_model.folder_model(router)
-    (found,) = mteb_model.evaluate(model, [mteb_model.beir_task(beir)], to=tmp_path).values()
-    assert found["ndcg_at_10"] == pytest.approx(own_ndcg(router), abs=1e-5)
+    (measures,) = mteb_model.evaluate(model, [mteb_model.beir_task(beir)], to=tmp_path).values()
+    assert measures["ndcg_at_10"] == pytest.approx(expected_ndcg(router), abs=1e-5)
     (results,) = tmp_path.rglob("tiny.json")
-    assert json.loads(results.read_text())["scores"]["test"][0]["ndcg_at_10"] == found["ndcg_at_10"]
-    about = json.loads((results.parent / "model_meta.json").read_text())
-    assert (about["name"], about["embed_dim"]) == ("scalingnote/ours", published.HIDDEN)
-    assert about["revision"] == mteb_model.folder_model(router).mteb_model_meta.revision
+    assert json.loads(results.read_text())["scores"]["test"][0]["ndcg_at_10"] == measures["ndcg_at_10"]
+    meta = json.loads((results.parent / "model_meta.json").read_text())
+    assert (meta["name"], meta["embed_dim"]) == ("scalingnote/ours", published.HIDDEN)
+    assert meta["revision"] == mteb_model.folder_model(router).mteb_model_meta.revision
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Hit:
     score: float
 
 
-class Shared:
-    """A searcher and a query path: documents that share most words with the query."""
+class WordSearch:
+    """A searcher and a query path that find the documents that share most words with the query."""
 
     def __call__(self, queries):
         return [SimpleNamespace(embedding=query, terms=None) for query in queries]
@@ -105,17 +105,17 @@ class Shared:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mteb_evaluates_a_search_that_ranks_by_itself(beir, tmp_path, monkeypatch):
+def test_mteb_evaluates_the_search_of_a_run(beir, tmp_path, monkeypatch):
     pytest.importorskip("mteb", reason="pip install scalingnote[mteb]")
     monkeypatch.setattr(mteb_model, "QUERIES_PER_BLOCK", 3)
     doc_ids = [row["id"] for row in CORPUS]
-    model = MtebSearch(Shared(), Shared(), doc_ids, about={"name": "ours/search", "revision": "1"})
-    (found,) = mteb_model.evaluate(model, [mteb_model.beir_task(beir)], to=tmp_path).values()
-    assert found["mrr_at_1"] >= 0.75  # a query is the title of its document
+    model = MtebSearch(WordSearch(), WordSearch(), doc_ids, about={"name": "ours/search", "revision": "1"})
+    (measures,) = mteb_model.evaluate(model, [mteb_model.beir_task(beir)], to=tmp_path).values()
+    assert measures["mrr_at_1"] >= 0.75  # a query is the title of its document
     assert model.mteb_model_meta.model_type == ["hybrid"]
     hits = model.search({"id": ["q1"], "text": [QUERIES[1]["text"]]}, top_k=2)
     assert next(iter(hits["q1"])) == CORPUS[1]["id"]
-    with pytest.raises(DataError, match="the task has 11 documents, the run indexed 12; 1 are in one"):
+    with pytest.raises(DataError, match="the task has 11 documents, the run indexed 12; 1 are only in one"):
         model.index({"id": doc_ids[1:]})
     with pytest.raises(ConfigError, match="re-ranking tasks need a published folder"):
         model.search({"id": [], "text": []}, top_k=2, top_ranked={})

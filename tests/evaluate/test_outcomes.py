@@ -1,4 +1,4 @@
-"""Lines of access logs to requests, and requests to sums per unit, against sums added up by hand."""
+"""Requests from lines of access logs, and sums per unit, compared with sums by hand."""
 
 import gzip
 import json
@@ -33,36 +33,36 @@ BROKEN = {
     line(timings_ms={"total": float("nan")}): "timings_ms: total: Input should be a finite number",
     line(time=1_700_000_000_123_456_789): "time: Input should be less than 100000000000",
     line(query="\ud800"): "invalid JSON",
-    line()[:50]: "torn: the file ends within the line",
+    line()[:50]: "incomplete: the file ends within the line",
 }
 
 
-def test_what_is_broken_costs_itself_alone(tmp_path):
+def test_only_invalid_lines_are_rejected(tmp_path):
     path = tmp_path / "access-a.jsonl"
     path.write_bytes(b"".join(line() + broken for broken in BROKEN))
     rows, rejected = requests(path)
     assert len(rows) == len(BROKEN)
     assert sum(rejected.values()) == len(BROKEN)
     assert set(rejected) == {f"access log: {reason}" for reason in BROKEN.values()}
-    whole = tmp_path / "access-b.jsonl"
-    whole.write_bytes(b"\n" + line() + line().rstrip())  # killed between the last byte and the line's end
-    assert (len(requests(whole)[0]), requests(whole)[1]) == (2, {})
+    complete = tmp_path / "access-b.jsonl"
+    complete.write_bytes(b"\n" + line() + line().rstrip())  # killed before the end of the line was written
+    assert (len(requests(complete)[0]), requests(complete)[1]) == (2, {})
 
 
-def test_files_are_found_once_and_packed_ones_are_read(tmp_path):
+def test_files_are_found_once_and_compressed_ones_are_read(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "access-a.jsonl").write_bytes(line(timings_ms={"total": 2**24 + 1}))  # an integer, too
     (tmp_path / "deep/access-a.17.jsonl.gz").write_bytes(gzip.compress(line() * 2))
     (tmp_path / "other.jsonl").write_bytes(b"no log\n")
-    found = access_log.find_logs([str(tmp_path), f"{tmp_path}/access-a.j*"])
-    assert [Path(uri).name for uri in found] == ["access-a.jsonl", "access-a.17.jsonl.gz"]
-    assert [row["total_ms"] for row in requests(*map(Path, found))[0]] == [2**24 + 1, 2.0, 2.0]
+    logs = access_log.find_logs([str(tmp_path), f"{tmp_path}/access-a.j*"])
+    assert [Path(uri).name for uri in logs] == ["access-a.jsonl", "access-a.17.jsonl.gz"]
+    assert [row["total_ms"] for row in requests(*map(Path, logs))[0]] == [2**24 + 1, 2.0, 2.0]
     with pytest.raises(DataError, match="no file at"):
         access_log.find_logs([str(tmp_path), str(tmp_path / "nothing")])
-    torn = tmp_path / "access-b.jsonl.gz"
-    torn.write_bytes(gzip.compress(os.urandom(1 << 16).hex().encode())[:1000])
-    ((reason, count),) = requests(torn)[1].items()
-    assert (count, "unreadable from some place on" in reason) == (1, True)
+    truncated = tmp_path / "access-b.jsonl.gz"
+    truncated.write_bytes(gzip.compress(os.urandom(1 << 16).hex().encode())[:1000])
+    ((reason, count),) = requests(truncated)[1].items()
+    assert (count, "the end of the file cannot be read" in reason) == (1, True)
 
 
 # --- requests ----------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ SPLIT = TrafficSplit(name="x", arms=(Arm(name="a", share=0.6), Arm(name="b", sha
 CONFIG = ExperimentConfig(logs=("log",), split=SPLIT)
 
 
-def logged(count: int, *, users: int = 40) -> list[dict]:
+def log_rows(count: int, *, users: int = 40) -> list[dict]:
     rng = np.random.default_rng(0)
     rows = []
     for number in range(count):
@@ -104,8 +104,8 @@ def batches(rows: list[dict], folder: Path, *, size: int = 64):
     return access_log.read_requests([write_lines(folder / "access-a.jsonl", rows)], Quarantine(), rows=size)
 
 
-def test_only_what_the_split_decided_is_compared(tmp_path):
-    rows = logged(60)
+def test_only_requests_that_the_split_assigned_are_compared(tmp_path):
+    rows = log_rows(60)
     for row in rows:
         row["status"] = 200
     other = {"a": "b", "b": "a"}
@@ -117,10 +117,10 @@ def test_only_what_the_split_decided_is_compared(tmp_path):
     rows[6] |= {"arm": None, "status": 503}
     times = {"start": "1970-01-01T00:16:40Z", "end": "1970-01-01T00:33:20Z"}  # 1000 and 2000 s
     config, quarantine = ExperimentConfig(logs=("log",), split=SPLIT, **times), Quarantine()
-    of_batch = (
+    selections = (
         access_log.select_requests(one, config, quarantine) for one in batches(rows, tmp_path, size=7)
     )
-    kept = pa.concat_tables(of_batch)
+    selected = pa.concat_tables(selections)
     assert quarantine.left_out == {
         "not a search": 1,
         "outside of start and end": 2,
@@ -128,12 +128,12 @@ def test_only_what_the_split_decided_is_compared(tmp_path):
         "without a unit": 1,
         "not by this split": 1,
     }
-    assert kept["request_id"].to_pylist() == [f"r{i}" for i in range(6, 60)]
-    assert kept["arm"].to_pylist() == [arm_of(unit, SPLIT).name for unit in kept["unit"].to_pylist()]
+    assert selected["request_id"].to_pylist() == [f"r{i}" for i in range(6, 60)]
+    assert selected["arm"].to_pylist() == [arm_of(unit, SPLIT).name for unit in selected["unit"].to_pylist()]
 
 
-def test_sums_are_those_added_up_by_hand(tmp_path, monkeypatch):
-    rows = logged(500)
+def test_sums_equal_sums_by_hand(tmp_path, monkeypatch):
+    rows = log_rows(500)
     rng = np.random.default_rng(1)
     satisfied = {f"r{i}": float(rng.random()) for i in range(0, 500, 3)}
     clicked = {f"r{i}" for i in range(0, 500, 2)}
@@ -143,8 +143,8 @@ def test_sums_are_those_added_up_by_hand(tmp_path, monkeypatch):
     signals = {name: str(tmp_path / f"{name}.jsonl") for name in ("feedback", "clicks")}
     logs = [write_lines(tmp_path / f"access-{n}.jsonl", rows[n : n + 5]) for n in range(0, 500, 5)]
     config = ExperimentConfig(logs=logs, split=SPLIT, **signals)
-    monkeypatch.setattr(outcomes, "MAX_PARTIAL_SUMS", 7)  # fewer than there are files
-    found = outcomes.read_outcomes(config, logs, Quarantine())
+    monkeypatch.setattr(outcomes, "MAX_PARTIAL_SUMS", 7)  # fewer than the number of files
+    result = outcomes.read_outcomes(config, logs, Quarantine())
 
     sums: defaultdict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
@@ -168,7 +168,7 @@ def test_sums_are_those_added_up_by_hand(tmp_path, monkeypatch):
             observe(row, "satisfaction", satisfied[row["request_id"]])
 
     ours = {}
-    for unit in found.units.to_pylist():
+    for unit in result.units.to_pylist():
         for name in (name.removesuffix(".sum") for name in unit if name.endswith(".sum")):
             if unit[f"{name}.count"]:
                 ours[unit["arm"], unit["unit"], name] = [unit[f"{name}.sum"], unit[f"{name}.count"]]
@@ -176,13 +176,13 @@ def test_sums_are_those_added_up_by_hand(tmp_path, monkeypatch):
     for key, pair in sums.items():
         assert ours[key] == pytest.approx(pair, rel=1e-6)
     times = [row["timings_ms"]["total"] for row in rows if row["status"] == 200]
-    np.testing.assert_allclose(found.requests["latency_ms"].drop_null(), times, rtol=1e-6)
-    assert found.requests["time"].to_pylist() == [row["time"] for row in rows if row["status"] != 422]
-    assert not len(found.sample)
+    np.testing.assert_allclose(result.requests["latency_ms"].drop_null(), times, rtol=1e-6)
+    assert result.requests["time"].to_pylist() == [row["time"] for row in rows if row["status"] != 422]
+    assert not len(result.sample)
 
 
 def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path):
-    rows = logged(1000)
+    rows = log_rows(1000)
     for number, row in enumerate(rows):
         unit = f"u:{number}"
         row |= {"status": 200, "unit": unit, "arm": arm_of(unit, SPLIT).name}
@@ -196,9 +196,9 @@ def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path):
         samples.append(sample)
     assert samples[0].equals(samples[1])
     assert Counter(samples[0]["arm"].to_pylist()) == {"a": 100, "b": 100}
-    drawn = set(samples[0]["request_id"].to_pylist())
-    assert not drawn & {"r0", "r1", "r2"}
-    assert 60 < sum(row["request_id"] in drawn for row in rows[:500]) < 140
+    sampled_ids = set(samples[0]["request_id"].to_pylist())
+    assert not sampled_ids & {"r0", "r1", "r2"}
+    assert 60 < sum(row["request_id"] in sampled_ids for row in rows[:500]) < 140
 
 
 def test_irrelevant_documents_are_counted_to_each_depth(monkeypatch):
@@ -211,34 +211,34 @@ def test_irrelevant_documents_are_counted_to_each_depth(monkeypatch):
             "doc_ids": [["x", "y", "z", "x"], ["x"], ["z", "unknown", "y"], []],
         }
     )
-    shown = outcomes.shown_documents(sample)
-    assert shown["doc_id"].to_pylist() == ["x", "y", "z", "x", "z", "unknown", "y"]
-    assert shown["rank"].to_pylist() == [0, 1, 2, 0, 0, 1, 2]
+    results = outcomes.shown_documents(sample)
+    assert results["doc_id"].to_pylist() == ["x", "y", "z", "x", "z", "unknown", "y"]
+    assert results["rank"].to_pylist() == [0, 1, 2, 0, 0, 1, 2]
     judged = {"query": list("pqqq"), "doc_id": list("xxyz"), "score": [0.1, 0.9, 0.5, 0.2]}
-    found = outcomes.irrelevant_documents(shown, pa.table(judged), below=0.5)
-    # u: x relevant, y on the threshold, z irrelevant at the third place; x irrelevant for p
-    assert {row["unit"]: [*row.values()][2:] for row in found.to_pylist()} == {
+    sums = outcomes.irrelevant_documents(results, pa.table(judged), below=0.5)
+    # u: x is relevant, y equals the threshold, z is irrelevant at the third place; x is irrelevant for p
+    assert {row["unit"]: [*row.values()][2:] for row in sums.to_pylist()} == {
         "u": [1, 3, 2, 4],
         "v": [1, 1, 1, 2],
     }
     errors = {"arm": ["b", "b"], "unit": ["w", "v"], "errors.sum": [1.0, 2.0], "errors.count": [2, 2]}
-    both = outcomes.add_sums([pa.table(errors), found])
+    both = outcomes.add_sums([pa.table(errors), sums])
     assert sorted(both["unit"].to_pylist()) == ["u", "v", "w"]
     of_v = both.filter(pc.equal(both["unit"], "v")).to_pylist()[0]
     assert (of_v["errors.sum"], of_v["irrelevant@3.count"]) == (2.0, 2)
 
 
-def test_signals_are_read_and_bad_rows_set_aside(tmp_path):
+def test_signals_are_read_and_invalid_rows_are_rejected(tmp_path):
     lines = [{"request_id": "1", "satisfied": 1}, {"request_id": "1", "satisfied": 0.25}]
     lines += [{"request_id": "4"}, {"request_id": "007", "satisfied": False}, {"satisfied": 1}]
     path, quarantine = tmp_path / "feedback.jsonl", Quarantine()
     write_lines(path, lines)
     with path.open("a") as stream:
         stream.write('{"request_id": "5", "satis')
-    found = outcomes.read_signals(str(path), quarantine, column="satisfied")
-    assert found == {"1": 0.25, "007": 0.0}
+    signals = outcomes.read_signals(str(path), quarantine, column="satisfied")
+    assert signals == {"1": 0.25, "007": 0.0}
     assert dict(quarantine.rejected) == {
-        f"{path}: lacks one of request_id, satisfied": 2,
+        f"{path}: without request_id or satisfied": 2,
         f"{path}: invalid JSON": 1,
     }
     pyarrow.parquet.write_table(pa.table({"request_id": [1, 1, 2]}), tmp_path / "clicks.parquet")
@@ -246,15 +246,15 @@ def test_signals_are_read_and_bad_rows_set_aside(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "message"),
     [
         ("clicks.jsonl", '{"request": "1"}', r"no column \['request_id', 'satisfied'\]"),
         ("feedback.jsonl", '{"request_id": "1", "satisfied": "maybe"}', "satisfied is 'maybe'"),
-        ("feedback.jsonl", '{"request_id": "1", "satisfied": 7}', "satisfied is 7: it is true, false or a"),
+        ("feedback.jsonl", '{"request_id": "1", "satisfied": 7}', "satisfied is 7: pass true, false or a"),
         ("feedback.csv", "request_id,satisfied\n1,1\n", "is neither .jsonl nor .parquet"),
     ],
 )
-def test_signals_that_cannot_be_meant_are_refused(tmp_path, name, text, says):
+def test_invalid_signals_are_refused(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         outcomes.read_signals(str(tmp_path / name), Quarantine(), column="satisfied")

@@ -1,4 +1,4 @@
-"""What reports show, and several of them merged into one."""
+"""Contents of reports, and reports that are merged into one."""
 
 import copy
 import re
@@ -55,16 +55,16 @@ REPORT = {
 }
 
 
-def written(template, report):
+def render_report(template, report):
     return render(template, page=report_page(report, []))
 
 
-def compared(report):
+def comparison_text(report):
     return markdown_text(comparison(merge_reports([report])))
 
 
-def test_the_table_lines_up_and_marks_what_is_best_and_significant():
-    lines = compared(REPORT).splitlines()
+def test_the_table_is_aligned_and_marks_best_and_significant():
+    lines = comparison_text(REPORT).splitlines()
     assert lines[0] == "shop: 1,200 documents, 40 queries"
     table = [line for line in lines if line.startswith("|")]
     assert len({len(line) for line in table[:5]}) == 1
@@ -81,22 +81,22 @@ def test_measures_are_in_the_order_of_their_depth():
     assert measures_of({"a": row}) == ["R@1", "R@10", "R@50", "R@100", "MRR@10", "nDCG@10"]
 
 
-def test_page_escapes_data_and_needs_nothing_else():
+def test_the_page_escapes_data_and_needs_no_other_file():
     report = {**REPORT, "dataset": "<script>alert(1)</script>"}
     report["queries_per_core_second"] = {"scalingdual": 250.0}
     report["methods"] = report["methods"] | {"a < b": REPORT["methods"]["bm25"]}
-    html = written("report.html", report)
+    html = render_report("report.html", report)
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)" in html
     assert "a < b" not in html
-    assert html.count(">a &lt; b<") == 3  # in both tables and beside the bars
+    assert html.count(">a &lt; b<") == 3  # in both tables and next to the bars
     assert html.count("<svg") == 2
     ids = re.findall(r'\bid="([^"]*)"', html)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', html)) <= set(ids)
     assert "currentColor" in html
     assert "http" not in html
-    assert html == written("report.html", report)
+    assert html == render_report("report.html", report)
 
 
 def test_sections_are_in_markdown_and_on_the_page():
@@ -107,8 +107,8 @@ def test_sections_are_in_markdown_and_on_the_page():
     ]
     splits = {"train": {"queries": 9, "mean": 0.25, "bound": 0.5, "cosine": 0.9, "mean_as_given": 3.0}}
     report = {**REPORT, "methods": rows, "slices": {"typos": part}, "distance": {"splits": splits}}
-    text, html = written("report.md", report), written("report.html", report)
-    assert "Recall@10" not in compared(report)
+    text, html = render_report("report.md", report), render_report("report.html", report)
+    assert "Recall@10" not in comparison_text(report)
     for title in ("Recall", "Against scalingdual", "With typos", "Distance from the teacher"):
         assert f"## {title}\n" in text
         assert f"<h2>{title}</h2>" in html
@@ -126,26 +126,28 @@ def test_sections_are_in_markdown_and_on_the_page():
 
 def test_a_method_may_have_any_name():
     names = ["cost $x_{$", "_mine", "$a$ or $b$", r"back\$lash"]
-    html = written("report.html", {**REPORT, "methods": dict.fromkeys(names, REPORT["methods"]["bm25"])})
+    html = render_report(
+        "report.html", {**REPORT, "methods": dict.fromkeys(names, REPORT["methods"]["bm25"])}
+    )
     picture = html.split("<svg")[1].split("</svg>")[0]
     for name in names:
         assert picture.count(f">{name}</text>") == 1
         assert f">{name}</th>" in html
 
 
-def test_the_page_opens_with_quality_against_cost():
-    every = [f"scalingdual{suffix}" for suffix in (" (sparse)", " (hybrid)", " (raw hybrid)", " + bm25")]
-    methods = REPORT["methods"] | dict.fromkeys(every, REPORT["methods"]["scalingdual"])
+def test_the_page_begins_with_quality_and_cost():
+    names = [f"scalingdual{suffix}" for suffix in (" (sparse)", " (hybrid)", " (raw hybrid)", " + bm25")]
+    methods = REPORT["methods"] | dict.fromkeys(names, REPORT["methods"]["scalingdual"])
     report = {**REPORT, "methods": methods, "queries_per_core_second": {"scalingdual": 250.0}}
     (table,) = report_page(report, []).sections[0].tables
-    # Every method of a tower costs what its encoder costs.
+    # Every method of a tower has the cost of its encoder.
     assert {row[0]: row[1] for row in table.rows} == dict.fromkeys(methods, "250") | {"bm25": "–"}
-    first = written("report.html", report).split("<section>")[1]
+    first = render_report("report.html", report).split("<section>")[1]
     assert "<h2>Quality and cost</h2>" in first
     assert 'aria-label="quality and cost of the methods"' in first
     for label in ("scalingdual: 0.700", "scalingdual (index): 0.650", "bm25: 0.500", "100", "1,000"):
         assert f">{label}</text>" in first
-    assert "Quality and cost" not in written("report.html", REPORT)
+    assert "Quality and cost" not in render_report("report.html", REPORT)
 
 
 def test_pictures_draw_the_values():
@@ -153,7 +155,7 @@ def test_pictures_draw_the_values():
     points = {"dual": (250.0, 0.7), "small": (9000.0, 0.6), "bm25": (None, 0.5)}
     pictures.draw_quality_and_cost(axes, points, measure="nDCG@10")
     assert [tuple(dots.get_offsets()[0]) for dots in axes.collections] == [(250, 0.7), (9000, 0.6)]
-    (line,) = axes.lines  # BM25 encodes nothing
+    (line,) = axes.lines  # BM25 has no encoder
     assert ({*line.get_ydata()}, line.get_linestyle()) == ({0.5}, "--")
     assert axes.get_xscale() == "log"
     axes = Figure().subplots()
@@ -173,7 +175,7 @@ def other(name, r1):
     return report
 
 
-def test_a_merge_is_a_union_under_the_served_towers():
+def test_a_merge_is_a_union_with_names_of_served_towers():
     merged = merge_reports([REPORT, other("scalingnote", 0.4)])
     assert [*merged["methods"]] == [*REPORT["methods"], "scalingnote", "scalingnote (index)"]
     assert set(merged["index"]) == set(merged["seconds"]) == {"scalingdual", "scalingnote"}
@@ -192,16 +194,16 @@ def values(share: float, *names: str) -> dict[str, np.ndarray]:
     return {name: (random.random(len(QUERIES)) < share).astype(float) for name in names}
 
 
-def stored(
+def write_report(
     uri: str,
     methods: dict[str, dict[str, np.ndarray]],
     *,
     queries: list[str] = QUERIES,
     index: dict[str, float] = INDEX,
 ) -> Artifact:
-    """A `report` artifact."""
+    """Write a `report` artifact."""
     draft = Draft(uri, kind="report", config=EvaluateConfig(recall_at=(10,)), parents={})
-    entropies = {next(iter(methods)): np.ones(len(queries))}  # of towers alone
+    entropies = {next(iter(methods)): np.ones(len(queries))}  # only of towers
     draft.write_table("per_query.parquet", measures.per_query_table(methods, entropies, query_ids=queries))
     section = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
     section |= {"index": index, "seconds": {"train": 1.0}, "environment": {}}
@@ -214,12 +216,12 @@ def stored(
 def test_merged_methods_are_tested_against_the_first_baseline(tmp_path: Path):
     first = {"dual": values(0.9, "R@10", "nDCG@10"), "bm25": values(0.6, "R@10", "nDCG@10")}
     second = {"small": values(0.2, "R@10"), "dual": values(0.85, "R@10")}
-    one, two = stored(f"{tmp_path}/a", first), stored(f"{tmp_path}/b", second)
+    one, two = write_report(f"{tmp_path}/a", first), write_report(f"{tmp_path}/b", second)
     assert merge_artifacts([[one]])["significance"] == one.read_json("report.json")["significance"]
     merged = merge_artifacts([[one], [two]])
     section = merged["significance"]
     assert section["baseline"] == "dual"
-    # Holm's correction is over all methods of both reports; what only some have is not compared.
+    # Holm's correction is over all methods of both reports; only common measures are compared.
     rows = {"dual": first["dual"], "bm25": first["bm25"], "small": second["small"], "dual #2": second["dual"]}
     common = {name: {"R@10": row["R@10"]} for name, row in rows.items()}
     assert section == measures.significance_section(common, baseline="dual")
@@ -234,41 +236,46 @@ def test_seeds_of_a_method_are_pooled_query_by_query(tmp_path: Path):
     seeds = [{"dual": {"R@10": rng.random(60)}, "bm25": {"R@10": np.arange(60) / 60}} for _ in range(3)]
     others = [{"small": {"R@10": rng.random(60) - 0.2}} for _ in range(3)]
     groups = [
-        [stored(f"{tmp_path}/{name}{n}", methods) for n, methods in enumerate(found)]
-        for name, found in (("a", seeds), ("b", others))
+        [write_report(f"{tmp_path}/{name}{n}", methods) for n, methods in enumerate(of_method)]
+        for name, of_method in (("a", seeds), ("b", others))
     ]
     merged = merge_artifacts(groups)
-    pooled = {
+    seed_means = {
         "dual": np.mean([one["dual"]["R@10"] for one in seeds], axis=0),
         "bm25": np.arange(60) / 60,
         "small": np.mean([one["small"]["R@10"] for one in others], axis=0),
     }
     assert (merged["seeds"], len(merged["index"])) == (3, 2)
-    for name, row in pooled.items():
+    for name, row in seed_means.items():
         assert merged["methods"][name]["R@10"] == pytest.approx(row.mean())
     means = [one["dual"]["R@10"].mean() for one in seeds]
     assert merged["spread"]["dual"]["R@10"] == pytest.approx(np.std(means, ddof=1))
     assert merged["spread"]["bm25"]["R@10"] == pytest.approx(0, abs=1e-12)
     for name in ("bm25", "small"):
-        found = merged["significance"]["differences"][name]["R@10"]
-        assert found["p"] == pytest.approx(stats.ttest_rel(pooled[name], pooled["dual"]).pvalue)
+        difference = merged["significance"]["differences"][name]["R@10"]
+        assert difference["p"] == pytest.approx(stats.ttest_rel(seed_means[name], seed_means["dual"]).pvalue)
     text = markdown_text(comparison(merged))
     assert f"± {merged['spread']['dual']['R@10']:.3f}" in text
     assert "Means over 3 trainings with different seeds" in text
 
 
-def test_an_index_that_finds_the_same_keeps_its_row(tmp_path: Path):
-    same, smaller = {"dual": values(0.9, "R@10")}, INDEX | {"bytes_per_vector": 10.0}
-    reports = [[stored(f"{tmp_path}/a", same)], [stored(f"{tmp_path}/b", same, index=smaller)]]
+def test_an_index_with_equal_results_keeps_its_row(tmp_path: Path):
+    methods, smaller = {"dual": values(0.9, "R@10")}, INDEX | {"bytes_per_vector": 10.0}
+    reports = [
+        [write_report(f"{tmp_path}/a", methods)],
+        [write_report(f"{tmp_path}/b", methods, index=smaller)],
+    ]
     merged = merge_artifacts(reports)
     assert [*merged["methods"]] == ["dual"]
     assert merged["index"] == {"dual": INDEX, "dual #2": smaller}
 
 
-def test_other_rows_are_no_seeds_and_other_queries_no_comparison(tmp_path: Path):
-    one = stored(f"{tmp_path}/a", {"dual": values(0.9, "R@10")})
-    with pytest.raises(DataError, match="differ in rows of 'dual'"):
-        merge_artifacts([[one, stored(f"{tmp_path}/b", {"small": values(0.2, "R@10")})]])
+def test_different_rows_or_queries_are_refused(tmp_path: Path):
+    one = write_report(f"{tmp_path}/a", {"dual": values(0.9, "R@10")})
+    with pytest.raises(DataError, match="have different rows of 'dual'"):
+        merge_artifacts([[one, write_report(f"{tmp_path}/b", {"small": values(0.2, "R@10")})]])
     others = [f"other{number}" for number in range(60)]
     with pytest.raises(DataError, match="different test queries"):
-        merge_artifacts([[one], [stored(f"{tmp_path}/c", {"dual": values(0.9, "R@10")}, queries=others)]])
+        merge_artifacts(
+            [[one], [write_report(f"{tmp_path}/c", {"dual": values(0.9, "R@10")}, queries=others)]]
+        )

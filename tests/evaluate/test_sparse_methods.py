@@ -1,4 +1,4 @@
-"""From a document tower with a sparse head to the report's methods: part files, sparse search and hybrid."""
+"""Methods of a report from a document tower with a sparse head: part files, sparse search and hybrid."""
 
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,17 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
     dataset = tiny.dataset(str(folder / "dataset"))
     towers = Draft(str(folder / "dual_encoder"), kind="dual_encoder", config=tiny.Nothing(), parents={})
     light.stage().eval().towers.save(Path(towers.path("")))
-    made = towers.commit(counts={})
-    parents = {"dataset": dataset, "dual_encoder": made}
+    dual_encoder = towers.commit(counts={})
+    parents = {"dataset": dataset, "dual_encoder": dual_encoder}
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
         embeddings = encoding.run(
             EncodeConfig(top_k=400, token_budget=512),
             dataset=dataset.uri,
-            dual_encoder=made.uri,
+            dual_encoder=dual_encoder.uri,
             output=str(folder / "embeddings"),
         )
-    return parents | {"embeddings": embeddings, "index": embeddings, "student": made}
+    return parents | {"embeddings": embeddings, "index": embeddings, "student": dual_encoder}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval_methods, "_through_index", lambda *_, **__: {})
 
 
-def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
+def retrieve(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
     config = CONFIG.model_copy(update={"hybrid": Hybrid(**joining)})
     test = test_set.load_test_set(parents["dataset"])
     methods = retrieval_methods.Methods(config, parents)
@@ -59,7 +59,7 @@ def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
 
 
 def test_a_student_has_hybrid_methods_but_no_sparse_one(parents: dict[str, Artifact]):
-    runs = retrieved(parents)
+    runs = retrieve(parents)
     assert set(runs) == {
         "light",
         "light (sparse)",
@@ -72,51 +72,51 @@ def test_a_student_has_hybrid_methods_but_no_sparse_one(parents: dict[str, Artif
     }
     assert list(runs) == retrieval_methods.Methods(CONFIG, parents).names
     without = {kind: artifact for kind, artifact in parents.items() if kind != "student"}
-    alone = {"light", "light (sparse)", "light (hybrid)", "light (index)"}
-    assert set(retrieved(without)) == alone | {"light (raw hybrid)"}
-    assert set(retrieved(without, raw=False)) == alone
+    names = {"light", "light (sparse)", "light (hybrid)", "light (index)"}
+    assert set(retrieve(without)) == names | {"light (raw hybrid)"}
+    assert set(retrieve(without, raw=False)) == names
 
 
-def test_a_raw_hybrid_adds_the_scores_as_they_are(parents: dict[str, Artifact]):
-    runs = retrieved(parents, dense_weight=0.9)
-    for query_id, found in runs["light (raw hybrid)"].items():
+def test_a_raw_hybrid_adds_unchanged_scores(parents: dict[str, Artifact]):
+    runs = retrieve(parents, dense_weight=0.9)
+    for query_id, hits in runs["light (raw hybrid)"].items():
         dense, sparse = (dict(runs[name][query_id]) for name in ("light", "light (sparse)"))
         sums = {doc: score + sparse.get(doc, 0.0) for doc, score in dense.items()}
-        assert len(sums) == len(found) == tiny.DOCUMENTS
+        assert len(sums) == len(hits) == tiny.DOCUMENTS
         best = sorted(sums.values(), reverse=True)
-        np.testing.assert_allclose([2 * score for _, score in found], best, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose([sums[doc] for doc, _ in found], best, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose([2 * score for _, score in hits], best, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose([sums[doc] for doc, _ in hits], best, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("weight", "same"), [(1.0, "light"), (0.0, "light (sparse)")])
-def test_all_weight_on_one_side_gives_that_sides_ranking(
-    parents: dict[str, Artifact], weight: float, same: str
+@pytest.mark.parametrize(("weight", "method"), [(1.0, "light"), (0.0, "light (sparse)")])
+def test_all_weight_on_one_side_gives_the_ranking_of_that_side(
+    parents: dict[str, Artifact], weight: float, method: str
 ):
-    runs = retrieved(parents, dense_weight=weight)
-    for query_id, found in runs["light (hybrid)"].items():
-        scores = dict(runs[same][query_id])
-        ordered = [scores.get(doc, 0.0) for doc, _ in found]
+    runs = retrieve(parents, dense_weight=weight)
+    for query_id, hits in runs["light (hybrid)"].items():
+        scores = dict(runs[method][query_id])
+        ordered = [scores.get(doc, 0.0) for doc, _ in hits]
         assert len(ordered) == len(scores)
         np.testing.assert_allclose(ordered, sorted(ordered, reverse=True), atol=1e-5)
 
 
-def test_a_document_that_shares_no_term_has_no_rank(
+def test_a_document_without_a_common_term_has_no_rank(
     parents: dict[str, Artifact], monkeypatch: pytest.MonkeyPatch
 ):
     search = retrieval_methods.exact_search.search
 
-    def few(*given: Any, **knobs: Any) -> Any:
-        """As if all but the ten best shared nothing."""
-        found = search(*given, **knobs)
-        if retrieval_methods.TERM_SCORES in found:  # not in the search of joined scores
-            found[retrieval_methods.TERM_SCORES].scores[:, 10:] = 0.0
-        return found
+    def few(*arguments: Any, **knobs: Any) -> Any:
+        """Search as if only the ten best documents had common terms with the query."""
+        results = search(*arguments, **knobs)
+        if retrieval_methods.TERM_SCORES in results:  # not in the search of joined scores
+            results[retrieval_methods.TERM_SCORES].scores[:, 10:] = 0.0
+        return results
 
     monkeypatch.setattr(retrieval_methods.exact_search, "search", few)
-    runs = retrieved(parents, dense_weight=0.0)
-    for query_id, found in runs["light (sparse)"].items():
-        assert len(found) == 10
-        assert [doc for doc, _ in runs["light (hybrid)"][query_id]] == [doc for doc, _ in found]
+    runs = retrieve(parents, dense_weight=0.0)
+    for query_id, hits in runs["light (sparse)"].items():
+        assert len(hits) == 10
+        assert [doc for doc, _ in runs["light (hybrid)"][query_id]] == [doc for doc, _ in hits]
 
 
 @pytest.fixture(scope="module")
@@ -127,26 +127,26 @@ def words(parents: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
         return lexical.run(BM25Config(), dataset=parents["dataset"].uri, output=output)
 
 
-def test_words_by_bm25_join_every_tower(parents: dict[str, Artifact], words: Artifact):
+def test_every_tower_has_a_hybrid_with_bm25(parents: dict[str, Artifact], words: Artifact):
     with_words = parents | {"bm25_terms": words}
-    runs = retrieved(with_words)
+    runs = retrieve(with_words)
     assert list(runs) == retrieval_methods.Methods(CONFIG, with_words).names
-    assert {"light + bm25", "cheap + bm25"} == runs.keys() - retrieved(parents).keys()
+    assert {"light + bm25", "cheap + bm25"} == runs.keys() - retrieve(parents).keys()
     documents = parents["dataset"].table("documents")
     bm25 = BM25.build(document_texts(documents))
     test = test_set.load_test_set(parents["dataset"])
     weights = [0.0, 0.5, 1.0]
-    by_weight = [retrieved(with_words, dense_weight=weight)["light + bm25"] for weight in weights]
+    by_weight = [retrieve(with_words, dense_weight=weight)["light + bm25"] for weight in weights]
     for query_id, query in zip(test.query_ids, test.queries, strict=True):
         lexical_scores = dict(zip(documents["doc_id"].to_pylist(), bm25.scores(query).tolist(), strict=True))
         dense_scores = dict(runs["light"][query_id])
-        for weight, joined in zip(weights, by_weight, strict=True):
+        for weight, hybrid_runs in zip(weights, by_weight, strict=True):
             expected = {
                 doc: weight * _scaled(dense_scores, doc) + (1 - weight) * _scaled(lexical_scores, doc)
                 for doc in dense_scores
                 if weight or lexical_scores[doc] > 0
             }
-            assert dict(joined[query_id]) == pytest.approx(expected, abs=2e-3)
+            assert dict(hybrid_runs[query_id]) == pytest.approx(expected, abs=2e-3)
 
 
 def _scaled(scores: dict[str, float], doc: str) -> float:

@@ -1,4 +1,4 @@
-"""Typos are few, small and the same every time."""
+"""Typos in queries: their number, their size, and that they are reproducible."""
 
 import numpy as np
 from hypothesis import given
@@ -9,7 +9,7 @@ from scalingnote.evaluate.test_set import add_typos
 
 
 def edits(first: str, second: str) -> int:
-    """Damerau's distance (optimal string alignment), by its definition."""
+    """Compute Damerau's distance (optimal string alignment) by its definition."""
     d = np.zeros((len(first) + 1, len(second) + 1), int)
     d[:, 0], d[0, :] = range(len(first) + 1), range(len(second) + 1)
     for i in range(1, len(first) + 1):
@@ -23,12 +23,12 @@ def edits(first: str, second: str) -> int:
 @given(st.lists(st.sampled_from(["symptoms", "of", "aa", "sugar", "2-5"]), min_size=1), st.integers(0, 3))
 def test_each_chosen_word_is_one_edit_away(parts, seed):
     query = " ".join(parts)
-    typed = add_typos(query, share=0.3, seed=seed)
-    long = sum(part in ("symptoms", "sugar") for part in parts)
-    assert typed == add_typos(query, share=0.3, seed=seed)
-    assert len(typed.split()) == len(parts)
-    changed = [edits(a, b) for a, b in zip(parts, typed.split(), strict=True) if a != b]
-    assert changed == [1] * (max(1, round(0.3 * long)) if long else 0)
+    with_typos = add_typos(query, share=0.3, seed=seed)
+    long_words = sum(part in ("symptoms", "sugar") for part in parts)
+    assert with_typos == add_typos(query, share=0.3, seed=seed)
+    assert len(with_typos.split()) == len(parts)
+    distances = [edits(a, b) for a, b in zip(parts, with_typos.split(), strict=True) if a != b]
+    assert distances == [1] * (max(1, round(0.3 * long_words)) if long_words else 0)
 
 
 def test_queries_without_blanks_get_typos_too():
@@ -38,6 +38,6 @@ def test_queries_without_blanks_get_typos_too():
 
 def test_a_typo_keeps_marks_on_their_letters():
     for seed in range(20):
-        typed = add_typos("नमस्ते", share=1.0, seed=seed)
-        assert typed != "नमस्ते"
-        assert {*clusters(typed)} <= {"न", "म", "स्", "ते"}
+        with_typo = add_typos("नमस्ते", share=1.0, seed=seed)
+        assert with_typo != "नमस्ते"
+        assert {*clusters(with_typo)} <= {"न", "म", "स्", "ते"}

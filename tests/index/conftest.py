@@ -1,4 +1,4 @@
-"""An index of the documents in a module's SHARDS, built once, and a live one over it for each test."""
+"""An index of the documents in the SHARDS of a module, built once, and a live index over it for each test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ def live(built: Artifact, tmp_path: Path) -> LiveIndex:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_segments() -> Iterator[None]:
-    """Logs of many files."""
+    """Make logs consist of many files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wal, "SEGMENT_BYTES", 2000)
         yield

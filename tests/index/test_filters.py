@@ -22,7 +22,7 @@ DOCUMENTS = pa.Table.from_pylist(ROWS, schema=SCHEMA)
 
 
 def _fulfils(row: dict[str, Any], where: dict[str, Any]) -> bool:
-    """The same in plain Python."""
+    """Apply a filter in plain Python."""
     for name, condition in where.items():
         value = row[name]
         if value is None:
@@ -49,7 +49,7 @@ WHERE = st.fixed_dictionaries(
 
 
 @given(WHERE)
-def test_a_mask_equals_row_by_row(where: dict[str, Any]) -> None:
+def test_a_mask_equals_a_check_of_each_row(where: dict[str, Any]) -> None:
     filters.check(where, SCHEMA)
     expected = [_fulfils(row, where) for row in ROWS]
     np.testing.assert_array_equal(filters.mask(DOCUMENTS, where), expected)
@@ -60,29 +60,31 @@ def test_a_mask_equals_row_by_row(where: dict[str, Any]) -> None:
     [
         ({"colour": "red"}, "no filter by 'colour': this index has topic, price, stock, new"),
         ({"topic": {"min": 1}}, "filter topic: only numbers have ranges"),
-        ({"price": {"low": 1}}, "is no range, it has min, max or both"),
-        ({"price": {}}, "is no range"),
-        ({"price": {"min": "1"}}, "filter price: '1' is no value of a field of type float"),
-        ({"stock": True}, "filter stock: True is no value"),
-        ({"new": 1}, "filter new: 1 is no value of a field of type bool"),
+        ({"price": {"low": 1}}, "is not a range: pass min, max or both"),
+        ({"price": {}}, "is not a range"),
+        ({"price": {"min": "1"}}, "filter price: '1' is not a value of a field of type float"),
+        ({"stock": True}, "filter stock: True is not a value"),
+        ({"new": 1}, "filter new: 1 is not a value of a field of type bool"),
         (
             {"topic": "half \ud800 pair"},
-            r"filter topic: 'half \\ud800 pair' is no value of a field of type string",
+            r"filter topic: 'half \\ud800 pair' is not a value of a field of type string",
         ),
-        ({"topic": ["a", 3]}, "filter topic: 3 is no value of a field of type string"),
+        ({"topic": ["a", 3]}, "filter topic: 3 is not a value of a field of type string"),
     ],
 )
-def test_a_filter_that_cannot_be_asked_is_refused(where: dict[str, Any], message: str) -> None:
+def test_an_invalid_filter_is_refused(where: dict[str, Any], message: str) -> None:
     with pytest.raises(SearchError, match=message):
         filters.check(where, SCHEMA)
 
 
-def test_fields_must_be_there_and_of_a_kind_that_can_be_filtered() -> None:
+def test_missing_fields_and_fields_of_wrong_types_are_refused() -> None:
     documents = SCHEMA.append(pa.field("tags", pa.list_(pa.string())))
     filters.require_fields(documents, ["topic", "price", "new"])
     with pytest.raises(ConfigError, match=r"index.filters names 'brand', documents have topic, price"):
         filters.require_fields(documents, ["brand"])
-    with pytest.raises(ConfigError, match=r"'tags', which is of type list<.*>: text, numbers"):
+    with pytest.raises(
+        ConfigError, match=r"'tags', which is of type list<.*>: name columns of text, numbers"
+    ):
         filters.require_fields(documents, ["tags"])
 
 
@@ -100,29 +102,31 @@ COLUMNS = {
 
 
 @settings(derandomize=True, max_examples=100, database=None)
-@given(asked=WIDE | st.lists(WIDE, min_size=1, max_size=3) | RANGES)
-def test_numbers_of_any_size_are_compared(asked: Any) -> None:
+@given(condition=WIDE | st.lists(WIDE, min_size=1, max_size=3) | RANGES)
+def test_numbers_of_any_size_are_compared(condition: Any) -> None:
     table = pa.table(COLUMNS)
     for name, column in COLUMNS.items():
         rows = [{name: value} for value in column.to_pylist()]
-        filters.check({name: asked}, table.schema)
-        found = filters.mask(table, {name: asked}).tolist()
-        assert found == [_fulfils(row, {name: _read(asked) if name == "double" else asked}) for row in rows]
+        filters.check({name: condition}, table.schema)
+        mask = filters.mask(table, {name: condition}).tolist()
+        assert mask == [
+            _fulfils(row, {name: _as_double(condition) if name == "double" else condition}) for row in rows
+        ]
 
 
-def _read(asked: Any) -> Any:
-    """As a double, whose steps are wider than one from 2^53 on."""
-    if isinstance(asked, dict):
-        return {end: _read(value) for end, value in asked.items()}
-    if isinstance(asked, list):
-        return [_read(value) for value in asked]
+def _as_double(condition: Any) -> Any:
+    """Convert numbers to doubles, which are not exact from 2^53 on."""
+    if isinstance(condition, dict):
+        return {end: _as_double(value) for end, value in condition.items()}
+    if isinstance(condition, list):
+        return [_as_double(value) for value in condition]
     try:
-        return float(asked)
+        return float(condition)
     except OverflowError:
-        return np.inf if asked > 0 else -np.inf
+        return np.inf if condition > 0 else -np.inf
 
 
 @pytest.mark.parametrize("name", ["content", "snippet", "semantic_id", "vector", "terms", "impacts"])
-def test_a_column_that_an_index_does_not_keep_or_uses_itself_is_no_filter(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"filters name '{name}', .*: rename this column of the documents"):
+def test_a_reserved_column_is_refused_as_a_filter(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"filters name '{name}'; .*: rename this column of the documents"):
         validate(IndexConfig, {"filters": ["topic", name]}, source="run.yaml")

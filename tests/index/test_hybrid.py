@@ -1,4 +1,4 @@
-"""Fusing dense and sparse retrieval, against slow twins."""
+"""Fusion of dense and sparse retrieval, compared with slow loops."""
 
 import numpy as np
 import pytest
@@ -27,43 +27,43 @@ def test_reciprocal_ranks_are_summed_over_rankings(seed: int, depth: int, k: int
                 if document >= 0:
                     sums[document] = sums.get(document, 0.0) + 1 / (k + rank)
         expected = sorted(sums, key=lambda d: (-sums[d], d))[:depth]
-        kept = documents[query] >= 0
-        assert kept.sum() == len(expected)
-        np.testing.assert_allclose(scores[query][kept], [sums[d] for d in expected])
-        np.testing.assert_allclose([sums[d] for d in documents[query][kept]], [sums[d] for d in expected])
-        assert np.isneginf(scores[query][~kept]).all()
+        is_result = documents[query] >= 0
+        assert is_result.sum() == len(expected)
+        np.testing.assert_allclose(scores[query][is_result], [sums[d] for d in expected])
+        np.testing.assert_allclose(
+            [sums[d] for d in documents[query][is_result]], [sums[d] for d in expected]
+        )
+        assert np.isneginf(scores[query][~is_result]).all()
 
 
-def drawn_pool(
+def draw_pool(
     seed: int, *, queries: int = 20, documents: int = 400
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores of a pool as embeddings and terms give them, and which document each query is about.
+    """Draw dense and sparse scores of a pool, and the relevant document of each query.
 
-    Both are noisy views of the same topics; few documents share a term with a query.
+    Both scores are noisy similarities of the same topics; few documents share a term with a query.
     """
     rng = np.random.default_rng(seed)
-    topics, about = rng.normal(size=(documents, 16)), rng.integers(documents, size=queries)
-    asked = topics[about]
-    unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (asked, topics)]
+    topics, relevant = rng.normal(size=(documents, 16)), rng.integers(documents, size=queries)
+    query_topics = topics[relevant]
+    unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (query_topics, topics)]
     dense = unit[0] @ unit[1].T + 0.35 * rng.normal(size=(queries, documents)) + 0.3
     terms = unit[0] @ unit[1].T + 0.35 * rng.normal(size=(queries, documents))
-    return dense, np.maximum(terms - 0.1, 0) * rng.uniform(5, 30, (queries, 1)), about
+    return dense, np.maximum(terms - 0.1, 0) * rng.uniform(5, 30, (queries, 1)), relevant
 
 
-def fetched(
-    dense: np.ndarray, sparse: np.ndarray, n: int, *, columns: slice = slice(None)
-) -> HybridCandidates:
-    """What search hands over: the n best of each side among some documents, with both scores."""
+def fetch(dense: np.ndarray, sparse: np.ndarray, n: int, *, columns: slice = slice(None)) -> HybridCandidates:
+    """Select candidates as search does: the n best of each side among some documents, with both scores."""
     first = columns.start or 0
-    some = dense[:, columns], sparse[:, columns]
-    rankings = [topk.select(scores, k=n) for scores in some]
-    rankings[1] = np.where(np.take_along_axis(some[1], rankings[1], axis=1) > 0, rankings[1], -1)
+    sides = dense[:, columns], sparse[:, columns]
+    rankings = [topk.select(scores, k=n) for scores in sides]
+    rankings[1] = np.where(np.take_along_axis(sides[1], rankings[1], axis=1) > 0, rankings[1], -1)
     rows = hybrid.union(*rankings)
-    gathered = [np.take_along_axis(scores, rows, axis=1) for scores in some]
+    scores_of = [np.take_along_axis(scores, rows, axis=1) for scores in sides]
     return HybridCandidates(
         np.where(rows < 0, -1, rows + first),
-        np.where(rows < 0, -np.inf, gathered[0]),
-        np.where(rows < 0, 0, gathered[1]),
+        np.where(rows < 0, -np.inf, scores_of[0]),
+        np.where(rows < 0, 0, scores_of[1]),
     )
 
 
@@ -71,16 +71,16 @@ def fetched(
 def test_union_has_each_document_once(seed: int):
     rng = np.random.default_rng(seed)
     rankings = [rng.integers(-1, 9, size=(4, width)) for width in (3, 0, 5)]
-    found = hybrid.union(*rankings)
-    for query, row in enumerate(found.tolist()):
+    union = hybrid.union(*rankings)
+    for query, row in enumerate(union.tolist()):
         expected = sorted({int(i) for ranking in rankings for i in ranking[query]} - {-1})
-        assert row == expected + [-1] * (found.shape[1] - len(expected))
+        assert row == expected + [-1] * (union.shape[1] - len(expected))
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 1.0]), st.integers(1, 12))
 def test_candidates_are_ranked_by_interpolated_scores(seed: int, weight: float, depth: int):
-    dense, sparse, _ = drawn_pool(seed, queries=3, documents=30)
-    both = fetched(dense, sparse, 6)
+    dense, sparse, _ = draw_pool(seed, queries=3, documents=30)
+    both = fetch(dense, sparse, 6)
     scores, ids = hybrid.by_score(both, dense_weight=weight, background=0.3, depth=depth)
     for query in range(3):
         expected = {}
@@ -90,18 +90,17 @@ def test_candidates_are_ranked_by_interpolated_scores(seed: int, weight: float, 
             if weight or shared:
                 expected[int(i)] = weight * near + (1 - weight) * shared
         order = sorted(expected.items(), key=lambda pair: (-pair[1], pair[0]))[:depth]
-        kept = ids[query] >= 0
-        np.testing.assert_allclose(scores[query][kept], [score for _, score in order])
-        assert np.isneginf(scores[query][~kept]).all()
-        assert kept.sum() == len(order)
-        assert ids[query][kept].tolist() == [i for i, _ in order]
+        is_result = ids[query] >= 0
+        np.testing.assert_allclose(scores[query][is_result], [score for _, score in order])
+        assert np.isneginf(scores[query][~is_result]).all()
+        assert is_result.sum() == len(order)
+        assert ids[query][is_result].tolist() == [i for i, _ in order]
 
 
-def test_a_score_does_not_depend_on_how_many_candidates_are_fetched():
-    dense, sparse, _ = drawn_pool(0)
+def test_scores_do_not_depend_on_the_number_of_candidates():
+    dense, sparse, _ = draw_pool(0)
     few, many = (
-        hybrid.by_score(fetched(dense, sparse, n), dense_weight=0.5, background=0.3, depth=5)
-        for n in (20, 200)
+        hybrid.by_score(fetch(dense, sparse, n), dense_weight=0.5, background=0.3, depth=5) for n in (20, 200)
     )
     for query in range(len(dense)):
         scores = dict(zip(many[1][query].tolist(), many[0][query].tolist(), strict=True))
@@ -109,45 +108,45 @@ def test_a_score_does_not_depend_on_how_many_candidates_are_fetched():
             assert scores.get(i, score) == score
 
 
-def test_queries_that_one_side_knows_nothing_of_are_answered_by_the_other():
+def test_queries_without_scores_of_one_side_use_the_other():
     ids = np.array([[3, 5, -1]])
     worse = HybridCandidates(ids, np.array([[0.1, 0.2, -np.inf]]), np.array([[2.0, 1.0, 0.0]]))
     assert hybrid.by_score(worse, dense_weight=0.9, background=0.3, depth=3)[1].tolist() == [[3, 5, -1]]
-    unknown = HybridCandidates(ids, np.array([[0.4, 0.5, -np.inf]]), np.zeros((1, 3)))
-    assert hybrid.by_score(unknown, dense_weight=0.1, background=0.3, depth=3)[1].tolist() == [[5, 3, -1]]
-    assert hybrid.by_rank(unknown, k=60, candidates=3, depth=3)[1].tolist() == [[5, 3, -1]]
-    nobody = HybridCandidates(np.empty((2, 0), int), np.empty((2, 0)), np.empty((2, 0)))
-    assert hybrid.by_score(nobody, dense_weight=0.5, background=0.3, depth=3)[1].shape == (2, 0)
+    no_terms = HybridCandidates(ids, np.array([[0.4, 0.5, -np.inf]]), np.zeros((1, 3)))
+    assert hybrid.by_score(no_terms, dense_weight=0.1, background=0.3, depth=3)[1].tolist() == [[5, 3, -1]]
+    assert hybrid.by_rank(no_terms, k=60, candidates=3, depth=3)[1].tolist() == [[5, 3, -1]]
+    no_candidates = HybridCandidates(np.empty((2, 0), int), np.empty((2, 0)), np.empty((2, 0)))
+    assert hybrid.by_score(no_candidates, dense_weight=0.5, background=0.3, depth=3)[1].shape == (2, 0)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40))
-def test_shards_merged_are_one_index(seed: int, cut: int):
-    dense, sparse, _ = drawn_pool(seed, queries=4, documents=41)
+def test_merged_shards_equal_one_index(seed: int, cut: int):
+    dense, sparse, _ = draw_pool(seed, queries=4, documents=41)
     sparse[1] = 0
-    whole = fetched(dense, sparse, 7)
+    expected = fetch(dense, sparse, 7)
     merged = hybrid.merge(
-        [fetched(dense, sparse, 7, columns=part) for part in (slice(0, cut), slice(cut, 41))], candidates=7
+        [fetch(dense, sparse, 7, columns=part) for part in (slice(0, cut), slice(cut, 41))], candidates=7
     )
     for rank in (
         lambda both: hybrid.by_score(both, dense_weight=0.4, background=0.3, depth=9),
         lambda both: hybrid.by_rank(both, k=60, candidates=7, depth=9),
     ):
-        np.testing.assert_equal(rank(merged), rank(whole))
+        np.testing.assert_equal(rank(merged), rank(expected))
 
 
-def test_the_weight_is_the_best_of_the_grid():
-    dense, sparse, about = drawn_pool(3, queries=60)
-    both = fetched(dense, sparse, 50)
+def test_the_tuned_weight_is_the_best_of_the_grid():
+    dense, sparse, relevant_rows = draw_pool(3, queries=60)
+    both = fetch(dense, sparse, 50)
     rng = np.random.default_rng(0)
-    relevant = [{int(i): 2, int(rng.integers(400)): 1} for i in about]
+    relevant = [{int(i): 2, int(rng.integers(400)): 1} for i in relevant_rows]
     chosen, curve = hybrid.tune_weight(both, relevant, background=0.3, depth=3)
     assert [*curve] == list(hybrid.WEIGHTS)
     qrels = {f"q{n}": {f"d{i}": grade for i, grade in judged.items()} for n, judged in enumerate(relevant)}
     for weight, value in curve.items():
         ids = hybrid.by_score(both, dense_weight=weight, background=0.3, depth=3)[1]
         run = {f"q{n}": [f"d{i}" for i in row if i >= 0] for n, row in enumerate(ids.tolist())}
-        found = measures.measure(run, qrels, recall_at=[3])
-        assert value == pytest.approx(found["nDCG@10"])  # of three results
+        values = measures.measure(run, qrels, recall_at=[3])
+        assert value == pytest.approx(values["nDCG@10"])  # of three results
     best = [weight for weight, value in curve.items() if value == max(curve.values())]
     assert chosen == best[len(best) // 2]
     assert curve[chosen] > min(curve.values())

@@ -28,9 +28,9 @@ def index(cluster: None, corpus: Corpus, tmp_path_factory: pytest.TempPathFactor
     return job.run(CONFIG, **corpus.uris, output=f"{tmp_path_factory.mktemp('index')}/index")
 
 
-def test_the_index_holds_every_embedded_document_once(index: Artifact, corpus: Corpus) -> None:
-    found = open_artifact(index.uri, kind="index")
-    tables = [found.table(f"shard-{number:05d}/documents.arrow") for number in range(2)]
+def test_the_index_has_every_embedded_document_once(index: Artifact, corpus: Corpus) -> None:
+    artifact = open_artifact(index.uri, kind="index")
+    tables = [artifact.table(f"shard-{number:05d}/documents.arrow") for number in range(2)]
     assert [len(table) for table in tables] == [319, 319]
     doc_ids = [doc_id for table in tables for doc_id in table["doc_id"].to_pylist()]
     assert doc_ids == [f"d{i}" for i in range(640) if i not in (5, 639)]
@@ -82,7 +82,7 @@ def test_counts_and_bytes_are_those_of_the_files(index: Artifact) -> None:
     }
 
 
-def test_a_killed_run_keeps_its_quantizer_and_its_finished_shards(
+def test_a_killed_run_keeps_quantizer_and_finished_shards(
     index: Artifact, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = Path(tmp_path, "index")
@@ -94,17 +94,17 @@ def test_a_killed_run_keeps_its_quantizer_and_its_finished_shards(
             job.run(CONFIG, **corpus.uris, output=str(output))
     (output / "_work/done/shards/00001.json").unlink()
     (output / "shard-00001/lists.faiss").write_bytes(b"half written")
-    kept = [output / "_work/quantizer/coarse.faiss", output / "shard-00000/lists.faiss"]
-    before = [path.stat().st_mtime_ns for path in kept]
+    kept_files = [output / "_work/quantizer/coarse.faiss", output / "shard-00000/lists.faiss"]
+    before = [path.stat().st_mtime_ns for path in kept_files]
     after: list[int] = []
 
     def look(*arguments: object, **named: object) -> object:
-        after.extend(path.stat().st_mtime_ns for path in kept)
+        after.extend(path.stat().st_mtime_ns for path in kept_files)
         return commit(*arguments, **named)
 
     commit = job.Draft.commit
     monkeypatch.setattr(job.Draft, "commit", look)
-    # Another number of workers, for the same bytes.
+    # Another number of workers gives the same bytes.
     config = CONFIG.model_copy(update={"resources": Resources(workers=1)})
     assert job.run(config, **corpus.uris, output=str(output)).digest == index.digest
     assert after == before
@@ -119,7 +119,7 @@ def _die_on(prefix: str, original: object) -> object:
     return part_rows
 
 
-def test_more_shards_than_documents_of_a_part_and_no_refinement(
+def test_more_shards_than_parts_and_no_refinement(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_ray(monkeypatch)
@@ -148,19 +148,19 @@ def test_a_dataset_without_the_documents_is_refused(
         job.run(CONFIG, **uris, output=f"{tmp_path}/index")
 
 
-def test_an_index_of_no_embedding_is_refused(tmp_path: Path) -> None:
+def test_an_index_without_embeddings_is_refused(tmp_path: Path) -> None:
     empty = Corpus.build(f"{tmp_path}/empty", sizes=[2], dim=16, missing=(0, 1))
     with pytest.raises(ArtifactError, match="has no embedding"):
         job.run(CONFIG, **empty.uris, output=f"{tmp_path}/index")
 
 
-def test_nprobe_is_tuned_on_queries_of_the_query_tower(
+def test_nprobe_is_tuned_on_embeddings_of_queries(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_ray(monkeypatch)
-    asked = queries(corpus.matrix, 30)
-    # What the tower itself does is tested where whole runs are; here, what becomes of its embeddings.
-    monkeypatch.setattr(job, "_queries", lambda *_: asked)
+    embeddings = queries(corpus.matrix, 30)
+    # Tests of complete runs cover the tower; this test covers the use of its embeddings.
+    monkeypatch.setattr(job, "_queries", lambda *_: embeddings)
     config = CONFIG.model_copy(update={"nprobe": None, "tuning": Tuning(recall=0.9, k=10)})
     index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
     layout = index.read_json("index.json")
@@ -169,32 +169,32 @@ def test_nprobe_is_tuned_on_queries_of_the_query_tower(
     assert all(point["us_per_query"] > 0 for point in curve)
     chosen = next(point for point in curve if point["nprobe"] == layout["nprobe"])
     assert layout["recall"] == chosen["recall"] >= 0.9
-    cosines = asked @ np.delete(corpus.matrix, [5, 639], axis=0).T
+    cosines = embeddings @ np.delete(corpus.matrix, [5, 639], axis=0).T
     assert layout["background"] == pytest.approx(cosines.mean(), abs=1e-5)
 
 
-def test_a_sample_of_the_shards_tunes_by_its_own_exact_answers(
+def test_sampled_shards_are_tuned_by_their_own_exact_answers(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_ray(monkeypatch)
-    asked = queries(corpus.matrix, 30)
-    monkeypatch.setattr(job, "_queries", lambda *_: asked)
+    embeddings = queries(corpus.matrix, 30)
+    monkeypatch.setattr(job, "_queries", lambda *_: embeddings)
     monkeypatch.setattr(job.tuning, "MAX_SHARDS", 2)
     tuning = Tuning(recall=0.9, k=10)
     config = CONFIG.model_copy(update={"nprobe": None, "shards": 4, "tuning": tuning})
     index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
     assert index.manifest.info["tuning_sample"] == {"shards": [0, 2], "documents": 318, "queries": 30}
-    kept = [i for i in range(640) if i not in (5, 639)]
-    rows = [kept[row] for row in (*range(159), *range(319, 478))]  # of shards 0 and 2
-    exact = topk.search(asked, corpus.matrix[rows], k=10)[1]
-    found = Searcher.open(index.uri, shards=[0, 2]).search(asked, k=10)
-    own = [[int(result.doc_id[1:]) for result in results] for results in found]
-    shares = [len({rows[i] for i in e} & set(f)) / 10 for e, f in zip(exact.tolist(), own, strict=True)]
+    document_numbers = [i for i in range(640) if i not in (5, 639)]
+    rows = [document_numbers[row] for row in (*range(159), *range(319, 478))]  # of shards 0 and 2
+    exact = topk.search(embeddings, corpus.matrix[rows], k=10)[1]
+    answers = Searcher.open(index.uri, shards=[0, 2]).search(embeddings, k=10)
+    ids = [[int(result.doc_id[1:]) for result in results] for results in answers]
+    shares = [len({rows[i] for i in e} & set(f)) / 10 for e, f in zip(exact.tolist(), ids, strict=True)]
     assert index.read_json("index.json")["recall"] == pytest.approx(np.mean(shares), abs=1e-4)
     assert not list(Path(index.uri).rglob("exact/00001.npz"))
 
 
-def test_shards_follow_from_bytes_and_their_tasks_reserve_memory(
+def test_bytes_determine_shards_and_memory_of_their_tasks(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_ray(monkeypatch)
@@ -202,28 +202,28 @@ def test_shards_follow_from_bytes_and_their_tasks_reserve_memory(
     assert job.run(config, **corpus.uris, output=f"{tmp_path}/small").counts["shards"] == 2
     monkeypatch.setattr(job, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(job, "GIB", 10_000)
-    reserved: list[Resources] = []
+    reservations: list[Resources] = []
 
-    def noted(work: object, items: list[object], resources: Resources | None = None) -> object:
-        reserved.extend([resources] if resources is not None and len(items) > 1 else [])
+    def record(work: object, items: list[object], resources: Resources | None = None) -> object:
+        reservations.extend([resources] if resources is not None and len(items) > 1 else [])
         return map_tasks(work, items, resources)
 
     map_tasks = cluster.map_tasks
-    monkeypatch.setattr(cluster, "map_tasks", noted)
+    monkeypatch.setattr(cluster, "map_tasks", record)
     index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
-    written = sum(part.bytes for name, part in index.manifest.parts.items() if name.startswith("shard-"))
+    shard_bytes = sum(part.bytes for name, part in index.manifest.parts.items() if name.startswith("shard-"))
     assert index.read_json("index.json")["shards"] == index.counts["shards"] > 3
-    # Files have heads, which the bytes of a small shard leave out.
-    assert 0.5 < 20_000 * index.counts["shards"] / written < 1.5
-    assert reserved
-    assert all(3 < each.memory_per_worker <= 6 for each in reserved)
-    chosen = config.model_copy(update={"resources": Resources(memory_per_worker=7.0), "shards": 3})
-    reserved.clear()
-    job.run(chosen, **corpus.uris, output=f"{tmp_path}/chosen")
-    assert {each.memory_per_worker for each in reserved} == {7.0}
+    # The estimate leaves out the heads of files, which matter in small shards.
+    assert 0.5 < 20_000 * index.counts["shards"] / shard_bytes < 1.5
+    assert reservations
+    assert all(3 < each.memory_per_worker <= 6 for each in reservations)
+    configured = config.model_copy(update={"resources": Resources(memory_per_worker=7.0), "shards": 3})
+    reservations.clear()
+    job.run(configured, **corpus.uris, output=f"{tmp_path}/chosen")
+    assert {each.memory_per_worker for each in reservations} == {7.0}
 
 
-def test_a_shard_that_no_node_holds_is_refused_before_any_work(
+def test_a_shard_too_large_for_any_node_is_refused_at_once(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_ray(monkeypatch)
@@ -231,12 +231,12 @@ def test_a_shard_that_no_node_holds_is_refused_before_any_work(
 
     def check(resources: Resources, *, knob: str) -> None:
         if resources.memory_per_worker:
-            raise ConfigError(f"{knob} asks for {resources.memory_per_worker:g} GiB, no node has that")
+            raise ConfigError(f"{knob} needs {resources.memory_per_worker:g} GiB, which no node has")
 
     monkeypatch.setattr(cluster, "check_resources", check)
     monkeypatch.setattr(job, "_train_quantizer", pytest.fail)
     with pytest.raises(
-        ConfigError, match=r"no node has that. The task of a shard of 319 .*index.shards above 2"
+        ConfigError, match=r"which no node has. The task of a shard of 319 .*index.shards above 2"
     ):
         job.run(CONFIG, **corpus.uris, output=f"{tmp_path}/index")
 

@@ -32,7 +32,7 @@ def documents() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def asked(documents: np.ndarray) -> np.ndarray:
+def query_vectors(documents: np.ndarray) -> np.ndarray:
     return queries(documents, 40)
 
 
@@ -40,7 +40,7 @@ def _train(documents: np.ndarray, family: Family) -> families.Quantizer:
     return families.train(documents, family, **SETTINGS)
 
 
-def _filled(quantizer: families.Quantizer, *pieces: np.ndarray) -> ivf.Lists:
+def _fill(quantizer: families.Quantizer, *pieces: np.ndarray) -> ivf.Lists:
     lists = ivf.empty(quantizer)
     for piece in pieces:
         ivf.add(lists, piece)
@@ -49,16 +49,18 @@ def _filled(quantizer: families.Quantizer, *pieces: np.ndarray) -> ivf.Lists:
 
 def _search(
     lists: ivf.Lists,
-    asked: np.ndarray,
+    query_vectors: np.ndarray,
     *,
     k: int,
     nprobe: int,
     factor: int = 4,
     allowed: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    chosen = ivf.choose_lists(asked, lists.coarse, nprobe=nprobe)
-    found = ivf.candidates(lists, asked, chosen=chosen, k=k, refine_factor=factor, allowed=allowed)
-    return topk.merge(*found, k=k)
+    chosen = ivf.choose_lists(query_vectors, lists.coarse, nprobe=nprobe)
+    candidates = ivf.candidates(
+        lists, query_vectors, chosen=chosen, k=k, refine_factor=factor, allowed=allowed
+    )
+    return topk.merge(*candidates, k=k)
 
 
 def _recall(found: np.ndarray, exact: np.ndarray) -> float:
@@ -68,129 +70,129 @@ def _recall(found: np.ndarray, exact: np.ndarray) -> float:
 
 @pytest.mark.parametrize("family", [EXACT, IVFPQ(m=6, nbits=6, refine="flat"), RaBitQ(refine="flat"), Flat()])
 def test_all_lists_and_kept_floats_equal_exact_search(
-    family: Family, documents: np.ndarray, asked: np.ndarray
+    family: Family, documents: np.ndarray, query_vectors: np.ndarray
 ) -> None:
     quantizer = _train(documents, family)
-    lists = _filled(quantizer, documents)
-    # Every document is a candidate: nothing is left to the codes.
-    scores, rows = _search(lists, asked, k=10, nprobe=LISTS, factor=120)
-    exact_scores, exact_rows = topk.search(asked, documents, k=10)
+    lists = _fill(quantizer, documents)
+    # Every document is a candidate, so codes do not change the result.
+    scores, rows = _search(lists, query_vectors, k=10, nprobe=LISTS, factor=120)
+    exact_scores, exact_rows = topk.search(query_vectors, documents, k=10)
     np.testing.assert_array_equal(rows, exact_rows)
     np.testing.assert_allclose(scores, exact_scores, atol=1e-6)
 
 
 @by_kind
-def test_vectors_of_their_own_length_are_found_by_inner_product(
-    family: Family, documents: np.ndarray, asked: np.ndarray
+def test_vectors_of_any_length_are_found_by_inner_product(
+    family: Family, documents: np.ndarray, query_vectors: np.ndarray
 ) -> None:
     lengths = np.random.default_rng(4).uniform(4, 12, (len(documents), 1)).astype(np.float32)
     longer = documents * lengths
-    exact_scores, exact = topk.search(asked, longer, k=10)
-    assert (exact != topk.search(asked, documents, k=10)[1]).any()
-    scores, rows = _search(_filled(_train(longer, family), longer), asked, k=10, nprobe=LISTS)
+    exact_scores, exact = topk.search(query_vectors, longer, k=10)
+    assert (exact != topk.search(query_vectors, documents, k=10)[1]).any()
+    scores, rows = _search(_fill(_train(longer, family), longer), query_vectors, k=10, nprobe=LISTS)
     assert _recall(rows, exact) > 0.9
     if families.refine_of(family) == "flat":
         np.testing.assert_allclose(scores, exact_scores, rtol=1e-5)
 
 
 @by_kind
-def test_files_are_read_and_mapped_to_the_same_lists(
-    family: Family, documents: np.ndarray, asked: np.ndarray, tmp_path: Path
+def test_read_and_mapped_files_give_the_same_lists(
+    family: Family, documents: np.ndarray, query_vectors: np.ndarray, tmp_path: Path
 ) -> None:
     quantizer = _train(documents, family)
-    lists = _filled(quantizer, documents)
+    lists = _fill(quantizer, documents)
     files = [tmp_path / f"{number}.faiss" for number in range(2)]
-    written = [
-        file for file, data in zip(files, ivf.dump_files(lists), strict=False) if file.write_bytes(data)
-    ]
-    expected = _search(lists, asked, k=10, nprobe=3)
-    again = ivf.load(families.parse(quantizer.coarse), *(file.read_bytes() for file in written))
-    for read in (again, *(ivf.read(lists.coarse, written, mapped=mapped) for mapped in (False, True))):
-        for found, right in zip(_search(read, asked, k=10, nprobe=3), expected, strict=True):
-            np.testing.assert_array_equal(found, right)
+    paths = [file for file, data in zip(files, ivf.dump_files(lists), strict=False) if file.write_bytes(data)]
+    expected = _search(lists, query_vectors, k=10, nprobe=3)
+    loaded = ivf.load(families.parse(quantizer.coarse), *(file.read_bytes() for file in paths))
+    for opened in (loaded, *(ivf.read(lists.coarse, paths, mapped=mapped) for mapped in (False, True))):
+        for values, expected_values in zip(
+            _search(opened, query_vectors, k=10, nprobe=3), expected, strict=True
+        ):
+            np.testing.assert_array_equal(values, expected_values)
 
 
 @by_kind
-def test_recall_rises_with_nprobe(family: Family, documents: np.ndarray, asked: np.ndarray) -> None:
-    exact = topk.search(asked, documents, k=10)[1]
+def test_recall_rises_with_nprobe(family: Family, documents: np.ndarray, query_vectors: np.ndarray) -> None:
+    exact = topk.search(query_vectors, documents, k=10)[1]
     quantizer = _train(documents, family)
-    lists = _filled(quantizer, documents)
-    recalls = [_recall(_search(lists, asked, k=10, nprobe=n)[1], exact) for n in (1, 3, LISTS)]
+    lists = _fill(quantizer, documents)
+    recalls = [_recall(_search(lists, query_vectors, k=10, nprobe=n)[1], exact) for n in (1, 3, LISTS)]
     assert recalls == sorted(recalls)
     assert recalls[-1] > 0.9
 
 
 @pytest.mark.parametrize("codes", [FastScan, IVFPQ, RaBitQ])
-def test_kept_vectors_find_what_codes_alone_miss(
-    codes: type[Family], documents: np.ndarray, asked: np.ndarray
+def test_kept_vectors_raise_recall_above_codes_only(
+    codes: type[Family], documents: np.ndarray, query_vectors: np.ndarray
 ) -> None:
-    exact = topk.search(asked, documents, k=10)[1]
+    exact = topk.search(query_vectors, documents, k=10)[1]
     recalls = []
     for refine in ("none", "sq8", "flat"):
         quantizer = _train(documents, codes(refine=refine))
-        lists = _filled(quantizer, documents)
-        recalls.append(_recall(_search(lists, asked, k=10, nprobe=LISTS)[1], exact))
+        lists = _fill(quantizer, documents)
+        recalls.append(_recall(_search(lists, query_vectors, k=10, nprobe=LISTS)[1], exact))
     assert recalls[0] + 0.05 < recalls[1] <= recalls[2] + 0.02
 
 
 @by_kind
-def test_shards_merged_in_memory_are_one_index(
-    family: Family, documents: np.ndarray, asked: np.ndarray
+def test_shards_merged_in_memory_equal_one_index(
+    family: Family, documents: np.ndarray, query_vectors: np.ndarray
 ) -> None:
     quantizer = _train(documents, family)
-    whole = _search(_filled(quantizer, documents), asked, k=15, nprobe=4)
+    expected = _search(_fill(quantizer, documents), query_vectors, k=15, nprobe=4)
     pieces = (documents[:500], documents[:0], documents[500:900], documents[900:])
-    merged = ivf.merge([_filled(quantizer, piece) for piece in pieces])
+    merged = ivf.merge([_fill(quantizer, piece) for piece in pieces])
     assert len(merged) == len(documents)
-    found = _search(merged, asked, k=15, nprobe=4)
-    np.testing.assert_array_equal(found[0], whole[0])
+    results = _search(merged, query_vectors, k=15, nprobe=4)
+    np.testing.assert_array_equal(results[0], expected[0])
     if families.refine_of(family) != "none":
-        np.testing.assert_array_equal(found[1], whole[1])
+        np.testing.assert_array_equal(results[1], expected[1])
 
 
 @pytest.mark.parametrize("refine", ["flat", "sq8"])
-def test_scores_are_those_of_the_vectors_kept(refine: Refine, documents: np.ndarray) -> None:
-    """Whatever other candidates there are: equal documents have equal scores."""
+def test_scores_are_those_of_the_kept_vectors(refine: Refine, documents: np.ndarray) -> None:
+    """Check that equal documents have equal scores among any other candidates."""
     repeated = documents[:300].copy()
     repeated[50:60] = repeated[0]
-    kept = _filled(_train(repeated, IVFPQ(m=6, nbits=6, refine=refine)), repeated).kept
-    asked = queries(repeated, 2)
+    kept = _fill(_train(repeated, IVFPQ(m=6, nbits=6, refine=refine)), repeated).kept
+    query_vectors = queries(repeated, 2)
     rows = np.stack([np.arange(300), np.arange(300)[::-1]])
     rows[0, 5] = -1
-    scores = ivf.scores(kept, asked, rows)
-    exact = np.einsum("qd,qcd->qc", asked, ivf.vectors(kept, np.arange(300))[rows])
+    scores = ivf.scores(kept, query_vectors, rows)
+    exact = np.einsum("qd,qcd->qc", query_vectors, ivf.vectors(kept, np.arange(300))[rows])
     np.testing.assert_allclose(scores, np.where(rows < 0, -np.inf, exact), atol=1e-5)
     for q, c in [(0, 7), (1, 13), (1, 299)]:
-        assert ivf.scores(kept, asked[q : q + 1], rows[q : q + 1, c : c + 1])[0, 0] == scores[q, c]
+        assert ivf.scores(kept, query_vectors[q : q + 1], rows[q : q + 1, c : c + 1])[0, 0] == scores[q, c]
     assert len({*scores[0, 50:60].tolist()}) == 1
 
 
-def test_a_shards_lists_do_not_hold_the_centroids(documents: np.ndarray) -> None:
+def test_lists_of_a_shard_do_not_contain_the_centroids(documents: np.ndarray) -> None:
     quantizer = _train(documents, IVFPQ(m=6, nbits=6))
-    codes = ivf.dump_files(_filled(quantizer, documents))[0]
-    stored = len(documents) * (5 + 8)  # 6 codes of 6 bits fill 5 bytes; a row number takes 8
+    codes = ivf.dump_files(_fill(quantizer, documents))[0]
+    code_bytes = len(documents) * (5 + 8)  # 6 codes of 6 bits fill 5 bytes; a row number takes 8
     codebooks = (1 << 6) * DIM * 4
-    assert len(codes) < stored + codebooks + LISTS * 8 + 400
+    assert len(codes) < code_bytes + codebooks + LISTS * 8 + 400
 
 
 @by_kind
 def test_training_and_filling_are_deterministic(family: Family, documents: np.ndarray) -> None:
     one, two = (_train(documents, family) for _ in range(2))
-    assert ivf.dump_files(_filled(one, documents)) == ivf.dump_files(_filled(two, documents))
-    pieces = _filled(one, documents[:100], documents[100:])
-    assert ivf.dump_files(pieces) == ivf.dump_files(_filled(one, documents))
+    assert ivf.dump_files(_fill(one, documents)) == ivf.dump_files(_fill(two, documents))
+    pieces = _fill(one, documents[:100], documents[100:])
+    assert ivf.dump_files(pieces) == ivf.dump_files(_fill(one, documents))
 
 
 @by_kind
 def test_fewer_documents_than_k_leave_the_rest_empty(
-    family: Family, documents: np.ndarray, asked: np.ndarray
+    family: Family, documents: np.ndarray, query_vectors: np.ndarray
 ) -> None:
     quantizer = _train(documents, family)
-    scores, rows = _search(_filled(quantizer, documents[:3]), asked, k=10, nprobe=LISTS)
+    scores, rows = _search(_fill(quantizer, documents[:3]), query_vectors, k=10, nprobe=LISTS)
     assert (np.sort(rows[:, :3], axis=1) == [0, 1, 2]).all()
     assert (rows[:, 3:] == -1).all()
     assert np.isneginf(scores[:, 3:]).all()
-    none = _search(ivf.empty(quantizer), asked, k=10, nprobe=LISTS)
+    none = _search(ivf.empty(quantizer), query_vectors, k=10, nprobe=LISTS)
     assert (none[1] == -1).all()
 
 
@@ -199,7 +201,7 @@ def test_fewer_documents_than_k_leave_the_rest_empty(
     [
         (IVFPQ(m=7), 12, r"index.family.m=7 does not divide .* dim 24: set index.family.m=6"),
         (FastScan(m=7), 12, r"index.family.m=7 does not divide .* dim 24: set index.family.m=12"),
-        (FastScan(), 21, r"index.nlist=21 needs as many training documents, found 20"),
+        (FastScan(), 21, r"index.nlist=21 needs 21 training documents, found 20"),
         (IVFPQ(), 12, r"codes of 8 bits need 256 training documents, found 20: set index.family.kind=flat"),
     ],
 )
@@ -216,15 +218,19 @@ def test_sub_quantizers_divide_the_dimension() -> None:
 
 
 @pytest.mark.parametrize("count", [64, 100, 777])
-def test_two_levels_give_every_list_and_nearly_the_same_clusters(count: int) -> None:
+def test_two_levels_give_all_lists_and_similar_clusters(count: int) -> None:
     documents = vectors(3000, DIM)
-    split, plain = (fit(documents, count, seed=0) for fit in (families._two_levels, families._kmeans))
-    assert split.shape == (count, DIM)
-    energy = [float((1 - (documents @ centroids.T).max(axis=1)).mean()) for centroids in (split, plain)]
+    two_levels, one_level = (
+        fit(documents, count, seed=0) for fit in (families._two_levels, families._kmeans)
+    )
+    assert two_levels.shape == (count, DIM)
+    energy = [
+        float((1 - (documents @ centroids.T).max(axis=1)).mean()) for centroids in (two_levels, one_level)
+    ]
     assert energy[0] < 1.1 * energy[1]
 
 
-def test_centroids_are_divided_by_size_and_each_cluster_has_one() -> None:
+def test_each_cluster_has_centroids_in_proportion_to_its_size() -> None:
     shares = families._shares(np.array([100, 1, 0, 2, 50]), 40)
     assert shares.sum() == 40
     assert shares[[1, 2]].tolist() == [1, 0]
@@ -233,7 +239,7 @@ def test_centroids_are_divided_by_size_and_each_cluster_has_one() -> None:
     assert families._shares(np.array([3, 3, 90]), 3).tolist() == [1, 1, 1]
 
 
-def test_many_centroids_are_found_in_a_graph_and_all_lists_by_comparison(
+def test_a_graph_finds_few_lists_and_a_comparison_finds_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents = vectors(2000, DIM)
@@ -241,20 +247,22 @@ def test_many_centroids_are_found_in_a_graph_and_all_lists_by_comparison(
     monkeypatch.setattr(families, "GRAPH_LISTS", 100)
     graph = families.train(documents, FastScan(), nlist=128, seed=0)
     np.testing.assert_array_equal(graph.centroids, flat.centroids)
-    asked = queries(documents, 40)
+    query_vectors = queries(documents, 40)
     coarse = families.parse(flat.coarse), families.parse(graph.coarse)
     assert isinstance(coarse[1], faiss.IndexHNSW)
-    few, every = ([ivf.choose_lists(asked, each, nprobe=n)[1] for each in coarse] for n in (8, 128))
+    few, all_lists = (
+        [ivf.choose_lists(query_vectors, each, nprobe=n)[1] for each in coarse] for n in (8, 128)
+    )
     assert (few[0] == few[1]).mean() > 0.95
-    np.testing.assert_array_equal(*every)
+    np.testing.assert_array_equal(*all_lists)
     lists = [ivf.empty(each) for each in (flat, graph)]
     for each in lists:
         ivf.add(each, documents)
-    found = [_search(each, asked, k=10, nprobe=128, factor=8) for each in lists]
-    assert (found[0][1] == found[1][1]).mean() > 0.99
+    results = [_search(each, query_vectors, k=10, nprobe=128, factor=8) for each in lists]
+    assert (results[0][1] == results[1][1]).mean() > 0.99
 
 
-def test_the_training_sample_grows_with_the_lists_as_far_as_allowed() -> None:
+def test_the_training_sample_grows_with_the_lists_to_a_limit() -> None:
     config = IndexConfig(train_documents=1_000_000)
     assert families.sample_size(config, 50_000, nlist=100) == 50_000
     assert families.sample_size(config, 10**7, nlist=100) == 200_000

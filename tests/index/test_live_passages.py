@@ -1,4 +1,4 @@
-"""Writes, deletes and searches of documents in a live index whose rows are passages, beside a dictionary."""
+"""Writes, deletes and searches of documents in a live index of passages, compared with a dictionary."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ MATRIX, NEW = vectors(60, DIM), vectors(200, DIM, seed=7)
 LENGTHS = {f"d{n}": 1 + n % 7 for n in range(15)}
 ROWS = [passage_id(doc_id, n + 1) for doc_id, length in LENGTHS.items() for n in range(length)]
 BUILT = dict(zip(ROWS, MATRIX, strict=False))
-# The border of the shards lies within a document.
+# The border between the shards is inside a document.
 SHARDS = [dict([*BUILT.items()][:24]), dict([*BUILT.items()][24:])]
 
 
@@ -35,20 +35,20 @@ def live(built: Artifact, tmp_path: Path) -> LiveIndex:
 
 
 def expected(rows: dict[str, np.ndarray], query: np.ndarray) -> list[tuple[str, int]]:
-    """Documents and the number of their best passage, best first."""
+    """Return documents and the number of their best passage, best first."""
     unit = query / np.linalg.norm(query)
     scores = {name: float(vector @ unit / np.linalg.norm(vector)) for name, vector in rows.items()}
-    found: dict[str, int] = {}
+    passage_of: dict[str, int] = {}
     for name in sorted(scores, key=lambda each: -scores[each]):
-        found.setdefault(document_of(name), int(name.rpartition("#")[2]))
-    return [*found.items()]
+        passage_of.setdefault(document_of(name), int(name.rpartition("#")[2]))
+    return [*passage_of.items()]
 
 
 def check(searcher: Searcher, rows: dict[str, np.ndarray]) -> None:
     for k in (1, 4, 100):
         for query, hits in zip(NEW[:5], searcher.search(NEW[:5], k=k), strict=True):
-            found = [(hit.doc_id, hit.document["passage"]["number"]) for hit in hits]
-            assert found == expected(rows, query)[:k]
+            results = [(hit.doc_id, hit.document["passage"]["number"]) for hit in hits]
+            assert results == expected(rows, query)[:k]
     documents = {document_of(name) for name in rows}
     assert sum(filters.facets(searcher.documents(), searcher.fields, most=1000)["topic"].values()) == len(
         documents
@@ -56,13 +56,13 @@ def check(searcher: Searcher, rows: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 4])
-def test_a_built_index_gives_documents(built, first, monkeypatch):
+def test_a_built_index_of_passages_returns_documents(built, first, monkeypatch):
     monkeypatch.setattr(searchers, "FIRST_DEPTH", first)
     check(Searcher.open(built.uri), BUILT)
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_random_writes_and_deletes_leave_what_a_dictionary_holds(built, tmp_path, delta):
+def test_random_writes_and_deletes_equal_a_dictionary(built, tmp_path, delta):
     live = LiveIndex(tmp_path / "live", built.uri, delta=delta)
     searcher = SearcherWithDelta.over(live.folder) if delta else LiveSearcher(live)
     rng, rows = np.random.default_rng(0), dict(BUILT)
@@ -72,9 +72,11 @@ def test_random_writes_and_deletes_leave_what_a_dictionary_holds(built, tmp_path
         if step % 4 == 3:
             live.delete([doc_id, "unknown"])
         else:
-            own = {passage_id(doc_id, n + 1): NEW[(9 * step + n) % 200] for n in range(rng.integers(1, 9))}
-            live.upsert(table([*own], step, passages=True), np.stack([*own.values()]))
-            rows |= own
+            passages = {
+                passage_id(doc_id, n + 1): NEW[(9 * step + n) % 200] for n in range(rng.integers(1, 9))
+            }
+            live.upsert(table([*passages], step, passages=True), np.stack([*passages.values()]))
+            rows |= passages
         assert delta or len(live) == len(rows)
         if step == 12:
             live.compact()
@@ -87,12 +89,12 @@ def test_random_writes_and_deletes_leave_what_a_dictionary_holds(built, tmp_path
     live.close()
 
 
-def test_what_a_crash_left_is_gone_with_the_next_write(live, monkeypatch):
+def test_the_next_write_deletes_the_remains_of_a_crash(live, monkeypatch):
     names = [passage_id("new", n + 1) for n in range(9)]
     live.upsert(table(names, passages=True), NEW[:9])
 
     def crash(rows):
-        for passage in rows:  # one shard has deleted its own
+        for passage in rows:  # only one shard has deleted its passages
             if live.shards[0].knows([passage])[0]:
                 live.shards[0].delete([passage])
         raise KeyboardInterrupt
@@ -107,7 +109,7 @@ def test_what_a_crash_left_is_gone_with_the_next_write(live, monkeypatch):
     live.close()
 
 
-def test_rows_that_name_no_document_are_refused(live):
+def test_rows_without_a_document_id_are_refused(live):
     with pytest.raises(DataError, match="with its id in document_id"):
         live.upsert(table(["new#1"]), NEW[:1])
     live.close()

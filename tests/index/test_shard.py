@@ -8,14 +8,19 @@ from scalingnote.index import shard
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 7))
-def test_shards_are_even_ranges_that_cover_the_corpus_in_order(rows: list[int], shards: int) -> None:
+def test_shards_are_equal_ranges_of_the_corpus_in_order(rows: list[int], shards: int) -> None:
     parts = [f"part-{number}" for number in range(len(rows))]
-    assigned = shard.assign(parts, rows, shards=shards)
-    covered = [
-        (piece.part, row) for pieces in assigned for piece in pieces for row in range(piece.start, piece.stop)
+    assignment = shard.assign(parts, rows, shards=shards)
+    rows_in_order = [
+        (piece.part, row)
+        for pieces in assignment
+        for piece in pieces
+        for row in range(piece.start, piece.stop)
     ]
-    assert covered == [(part, row) for part, count in zip(parts, rows, strict=True) for row in range(count)]
-    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in assigned]
+    assert rows_in_order == [
+        (part, row) for part, count in zip(parts, rows, strict=True) for row in range(count)
+    ]
+    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in assignment]
     assert len(sizes) == shards
     assert max(sizes) - min(sizes) <= 1
 
@@ -32,7 +37,7 @@ DOCUMENTS = pa.table(
 SEMANTIC_IDS = pa.table({"doc_id": ["c", "a", "b"], "semantic_id": ["3-0", "1-0", "2-0"]})
 
 
-def test_document_rows_follow_the_embeddings_and_open_the_content() -> None:
+def test_document_rows_have_the_order_of_the_embeddings() -> None:
     rows = shard.document_rows(
         pa.chunked_array([["c", "a"]]), documents=DOCUMENTS, semantic_ids=SEMANTIC_IDS, snippet_chars=7
     )

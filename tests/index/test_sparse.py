@@ -1,4 +1,4 @@
-"""Sparse search against every score written out: masks, ties, segments, files."""
+"""Sparse search, compared with the computation of every score: masks, ties, segments, files."""
 
 import io
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from scalingnote.index import postings, sparse
 from scalingnote.models.sparse_query import SparseRows
 
 VOCABULARY = 12
-# Few values, so that ties are many; a null document, one without terms, and impacts of 0 are among them.
+# Few values give many ties; null documents, documents without terms and impacts of 0 are included.
 Document = dict[int, float] | None
 documents_of = st.lists(
     st.none()
@@ -35,7 +35,7 @@ def small_blocks():
 
 
 def columns(documents: Sequence[Document]) -> tuple[pa.Array, pa.Array]:
-    """As an embeddings artifact has them."""
+    """Return terms and impacts in the form of an embeddings artifact."""
     ordered = [None if d is None else sorted(d.items()) for d in documents]
     terms = [None if d is None else [term for term, _ in d] for d in ordered]
     impacts = [None if d is None else [np.float16(impact) for _, impact in d] for d in ordered]
@@ -66,42 +66,44 @@ def brute_force(
 
 @settings(max_examples=40)
 @given(documents_of, queries_of, st.integers(1, 9), st.data())
-def test_search_is_brute_force(documents, queries, k, data):
+def test_search_equals_brute_force(documents, queries, k, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(documents)), max_size=3)))
     pieces = [documents[a:b] for a, b in zip([0, *cuts], [*cuts, len(documents)], strict=True)]
     segments = [postings.build(*columns(piece)) for piece in pieces]
     draw = st.lists(st.booleans(), min_size=len(documents), max_size=len(documents))
     allowed = data.draw(st.none() | draw.map(lambda mask: np.array(mask, bool)))
-    everything = np.ones(len(documents), bool) if allowed is None else allowed
+    all_allowed = np.ones(len(documents), bool) if allowed is None else allowed
 
     scores, rows = sparse.search(segments, rows_of(queries), k=k, allowed=allowed)
-    expected = [brute_force(documents, query, k, everything) for query in queries]
+    expected = [brute_force(documents, query, k, all_allowed) for query in queries]
     assert list(zip(scores.tolist(), rows.tolist(), strict=True)) == expected
-    # What search found, and what it did not, has the score that search gives.
-    wanted = np.tile(np.arange(-1, len(documents)), (len(queries), 1))
-    given_scores = sparse.scores_of(segments, rows_of(queries), wanted)
-    assert given_scores.shape == wanted.shape
-    for query, row in zip(queries, given_scores, strict=True):
-        found, order = brute_force(documents, query, len(documents), np.ones(len(documents), bool))
+    # Rows that search found, and all others, have the score of search.
+    all_rows = np.tile(np.arange(-1, len(documents)), (len(queries), 1))
+    row_scores = sparse.scores_of(segments, rows_of(queries), all_rows)
+    assert row_scores.shape == all_rows.shape
+    for query, row in zip(queries, row_scores, strict=True):
+        best_scores, order = brute_force(documents, query, len(documents), np.ones(len(documents), bool))
         full = np.zeros(len(documents), np.float32)
-        full[[o for o in order if o >= 0]] = [s for s in found if s > 0]
+        full[[o for o in order if o >= 0]] = [s for s in best_scores if s > 0]
         assert row.tolist() == [0.0, *full.tolist()]
 
 
 @settings(max_examples=20)
 @given(documents_of, st.data())
-def test_merging_segments_is_building_from_what_is_kept(documents, data):
+def test_merged_segments_equal_those_built_of_kept_documents(documents, data):
     cut = data.draw(st.integers(0, len(documents)))
     segments = [postings.build(*columns(piece)) for piece in (documents[:cut], documents[cut:])]
     mask = np.array(
         data.draw(st.lists(st.booleans(), min_size=len(documents), max_size=len(documents))), bool
     )
-    kept = [document for document, keep in zip(documents, mask, strict=True) if keep]
+    kept_documents = [document for document, keep in zip(documents, mask, strict=True) if keep]
     assert postings.dump(postings.merge(segments)) == postings.dump(postings.build(*columns(documents)))
-    assert postings.dump(postings.merge(segments, kept=mask)) == postings.dump(postings.build(*columns(kept)))
+    assert postings.dump(postings.merge(segments, kept=mask)) == postings.dump(
+        postings.build(*columns(kept_documents))
+    )
 
 
-def test_appended_segments_stay_few_and_keep_their_rows():
+def test_appended_segments_remain_few_and_keep_their_rows():
     documents = [{row % VOCABULARY: 1.0, VOCABULARY: 1.0} for row in range(100)]
     segments: tuple[postings.Postings, ...] = ()
     for document in documents:
@@ -109,10 +111,10 @@ def test_appended_segments_stay_few_and_keep_their_rows():
         sizes = [len(segment) for segment in segments]
         assert sizes == sorted(set(sizes), reverse=True)
     assert sizes == [64, 32, 4]
-    whole = postings.build(*columns(documents))
+    one_segment = postings.build(*columns(documents))
     queries = rows_of([{3: 1.0}, {VOCABULARY: 2.0}])
     for one, other in zip(
-        sparse.search(segments, queries, k=20), sparse.search([whole], queries, k=20), strict=True
+        sparse.search(segments, queries, k=20), sparse.search([one_segment], queries, k=20), strict=True
     ):
         np.testing.assert_array_equal(one, other)
 
@@ -124,9 +126,9 @@ def test_the_strongest_terms_are_kept(documents, k):
         order = sorted((document or {}).items(), key=lambda item: (-item[1], item[0]))
         return dict(order[:k])
 
-    made = postings.build(*columns(documents), strongest=k)
+    segment = postings.build(*columns(documents), strongest=k)
     expected = postings.build(*columns([strongest(document) for document in documents]))
-    assert postings.dump(made) == postings.dump(expected)
+    assert postings.dump(segment) == postings.dump(expected)
 
 
 def test_threads_share_postings():
@@ -134,13 +136,13 @@ def test_threads_share_postings():
     documents = [dict.fromkeys(rng.choice(VOCABULARY, 3, replace=False).tolist(), 1.0) for _ in range(200)]
     segments = [postings.build(*columns(documents))]
     queries = [rows_of([{int(t): 1.0} for t in rng.choice(VOCABULARY, 3)]) for _ in range(30)]
-    alone = [sparse.search(segments, query, k=5) for query in queries]
+    one_by_one = [sparse.search(segments, query, k=5) for query in queries]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda query: sparse.search(segments, query, k=5), queries))
-    np.testing.assert_equal(together, alone)
+        in_threads = list(pool.map(lambda query: sparse.search(segments, query, k=5), queries))
+    np.testing.assert_equal(in_threads, one_by_one)
 
 
-def drawn(count: int = 30) -> postings.Postings:
+def random_postings(count: int = 30) -> postings.Postings:
     rng = np.random.default_rng(1)
     return postings.build(
         *columns(
@@ -149,37 +151,37 @@ def drawn(count: int = 30) -> postings.Postings:
     )
 
 
-def test_files_are_read_where_they_lie(tmp_path):
-    made = drawn()
+def test_files_are_mapped_without_a_copy(tmp_path):
+    original = random_postings()
     mapped = {}
-    for name, data in postings.dump(made).items():
+    for name, data in postings.dump(original).items():
         (tmp_path / name).write_bytes(data)
         mapped[name] = pa.memory_map(str(tmp_path / name)).read_buffer()
-    for files in (mapped, postings.dump(made)):
-        read = postings.load(files)
-        assert postings.dump(read) == postings.dump(made)
-        assert len(read) == 30
-        assert not read.rows.flags.writeable
+    for files in (mapped, postings.dump(original)):
+        loaded = postings.load(files)
+        assert postings.dump(loaded) == postings.dump(original)
+        assert len(loaded) == 30
+        assert not loaded.rows.flags.writeable
     assert not postings.load(mapped).rows.flags.owndata
     queries = rows_of([{1: 1.0, 5: 2.0}])
     np.testing.assert_equal(
-        sparse.search([postings.load(mapped)], queries, k=4), sparse.search([made], queries, k=4)
+        sparse.search([postings.load(mapped)], queries, k=4), sparse.search([original], queries, k=4)
     )
 
 
-def test_nothing_is_postings_too():
+def test_postings_without_documents_can_be_searched():
     empty = postings.build(*columns([]))
     assert postings.dump(postings.load(postings.dump(empty))) == postings.dump(postings.merge([]))
     scores, rows = sparse.search([empty], rows_of([{1: 1.0}]), k=3)
     assert np.isneginf(scores).all()
     assert (rows == -1).all()
-    assert sparse.search([drawn()], rows_of([]), k=3)[0].shape == (0, 3)
+    assert sparse.search([random_postings()], rows_of([]), k=3)[0].shape == (0, 3)
 
 
 @pytest.mark.parametrize(
     ("part", "change"),
     [
-        ("rows", lambda a: np.where(np.arange(len(a)) == 9, 7, a)),  # a document that the block lacks
+        ("rows", lambda a: np.where(np.arange(len(a)) == 9, 7, a)),  # a document that is not in the block
         ("rows", lambda a: a[::-1]),
         ("rows", lambda a: a[:-1]),
         ("rows", lambda a: a.astype(np.int32)),
@@ -198,7 +200,7 @@ def test_nothing_is_postings_too():
     ],
 )
 def test_files_that_do_not_fit_are_refused(part, change):
-    files, name = postings.dump(drawn()), f"sparse.{part}.npy"
+    files, name = postings.dump(random_postings()), f"sparse.{part}.npy"
     file = io.BytesIO()
     np.save(file, change(np.load(io.BytesIO(files[name]))))
     with pytest.raises(ArtifactError, match=r"sparse\.\w+\.npy .*re-run index"):
@@ -206,12 +208,12 @@ def test_files_that_do_not_fit_are_refused(part, change):
 
 
 def test_truncated_and_missing_files_are_named():
-    files = postings.dump(drawn())
+    files = postings.dump(random_postings())
     with pytest.raises(ArtifactError, match=r"sparse\.rows\.npy is damaged"):
         postings.load({**files, "sparse.rows.npy": files["sparse.rows.npy"][:-1]})
     with pytest.raises(ArtifactError, match=r"sparse\.terms\.npy is damaged"):
         postings.load({**files, "sparse.terms.npy": b"no array"})
-    with pytest.raises(ArtifactError, match="of 30 documents, the shard has 31"):
+    with pytest.raises(ArtifactError, match="has 30 documents, the shard has 31"):
         postings.load(files, documents=31)
     del files["sparse.impacts.npy"]
     with pytest.raises(ArtifactError, match=r"sparse\.impacts\.npy is missing"):
@@ -219,7 +221,7 @@ def test_truncated_and_missing_files_are_named():
 
 
 @pytest.mark.parametrize(
-    ("terms", "impacts", "said"),
+    ("terms", "impacts", "message"),
     [
         ([[1], [3, 2]], [[1.0], [1.0, 1.0]], "document 1 has term 2 with impact 1.0"),
         ([[1], [2, 2]], [[1.0], [1.0, 1.0]], "document 1 has term 2"),
@@ -231,23 +233,23 @@ def test_truncated_and_missing_files_are_named():
         ([[1]], [[1.0], []], "1 documents have terms and 2 have impacts"),
     ],
 )
-def test_documents_that_are_not_sparse_vectors_are_named(terms, impacts, said):
-    with pytest.raises(DataError, match=said):
+def test_documents_with_invalid_terms_are_named(terms, impacts, message):
+    with pytest.raises(DataError, match=message):
         postings.build(pa.array(terms, pa.list_(pa.int32())), pa.array(impacts, pa.list_(pa.float32())))
 
 
 @pytest.mark.parametrize(
-    ("stop", "weight", "said"),
+    ("stop", "weight", "message"),
     [(1, np.nan, "not a finite number"), (2, 1, "offsets 0 to 2 for 1 terms and 1 weights")],
 )
-def test_queries_that_cannot_be_searched_are_refused(stop, weight, said):
+def test_invalid_queries_are_refused(stop, weight, message):
     queries = SparseRows(np.array([0, stop]), np.ones(1, np.int32), np.full(1, weight, np.float32))
-    with pytest.raises(SearchError, match=said):
-        sparse.search([drawn()], queries, k=1)
-    with pytest.raises(SearchError, match=said):
-        sparse.scores_of([drawn()], queries, np.array([[0]]))
+    with pytest.raises(SearchError, match=message):
+        sparse.search([random_postings()], queries, k=1)
+    with pytest.raises(SearchError, match=message):
+        sparse.scores_of([random_postings()], queries, np.array([[0]]))
 
 
 def test_a_mask_of_another_length_is_refused():
     with pytest.raises(SearchError, match="allowed has 3 rows, the segments have 30"):
-        sparse.search([drawn()], rows_of([{1: 1.0}]), k=1, allowed=np.ones(3, bool))
+        sparse.search([random_postings()], rows_of([{1: 1.0}]), k=1, allowed=np.ones(3, bool))

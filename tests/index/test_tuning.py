@@ -14,11 +14,11 @@ from synthetic_corpus import queries, vectors
 DIM, LISTS = 24, 12
 
 
-def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
+def test_measured_recall_is_that_of_a_searcher_of_all_shards() -> None:
     documents = vectors(1500, DIM)
-    asked = queries(documents, 30)
-    exact = topk.search(asked, documents, k=10)[1]
-    # Distances of FastScan's 4-bit codes tie at the last candidate, and shards break ties in another order.
+    query_vectors = queries(documents, 30)
+    exact = topk.search(query_vectors, documents, k=10)[1]
+    # Scores of FastScan's 4-bit codes tie at the last candidate, and shards resolve ties in another order.
     quantizer = families.train(documents, IVFPQ(), nlist=LISTS, seed=0)
     bounds = [0, 400, 1500]
     shards = [ivf.empty(quantizer) for _ in bounds[1:]]
@@ -26,17 +26,17 @@ def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
         ivf.add(lists, documents[start:stop])
     shares = {}
     for nprobe in (1, 3, LISTS):
-        found = [tuning.candidates(lists, asked, nprobe=nprobe, k=10 * 4) for lists in shards]
+        answers = [tuning.candidates(lists, query_vectors, nprobe=nprobe, k=10 * 4) for lists in shards]
         shares[nprobe] = [
             share._replace(rows=np.where(share.rows < 0, -1, share.rows + first))
-            for share, first in zip(found, bounds, strict=False)
+            for share, first in zip(answers, bounds, strict=False)
         ]
-    whole = ivf.merge(shards)
-    for nprobe, found in shares.items():
-        together = reduce(partial(tuning.join, depth=10 * 4), found)
-        for point in tuning.measure(together, exact, nprobe=nprobe, factors=[1, 4]):
+    merged_lists = ivf.merge(shards)
+    for nprobe, answers in shares.items():
+        joined_answers = reduce(partial(tuning.join, depth=10 * 4), answers)
+        for point in tuning.measure(joined_answers, exact, nprobe=nprobe, factors=[1, 4]):
             factor = point.refine_factor
-            _, rows = scan.search([whole], asked, k=10, nprobe=nprobe, refine_factor=factor)
+            _, rows = scan.search([merged_lists], query_vectors, k=10, nprobe=nprobe, refine_factor=factor)
             assert point.recall == pytest.approx(tuning.recall(rows, exact), abs=1e-4)
 
 
@@ -46,9 +46,9 @@ def test_scanned_codes_are_counted() -> None:
     lists = ivf.empty(quantizer)
     ivf.add(lists, documents)
     sizes = np.bincount(topk.search(documents, quantizer.centroids, k=1)[1][:, 0], minlength=4)
-    asked = queries(documents, 5)
-    nearest = topk.search(asked, quantizer.centroids, k=1)[1][:, 0]
-    one, all_lists = (tuning.candidates(lists, asked, nprobe=n, k=10).scanned for n in (1, 4))
+    query_vectors = queries(documents, 5)
+    nearest = topk.search(query_vectors, quantizer.centroids, k=1)[1][:, 0]
+    one, all_lists = (tuning.candidates(lists, query_vectors, nprobe=n, k=10).scanned for n in (1, 4))
     assert one == pytest.approx(sizes[nearest].mean())
     assert all_lists == 300
 
@@ -59,7 +59,7 @@ def test_probes_double_up_to_all_lists() -> None:
     assert tuning.probes(11) == [1, 2, 4, 8, 11]
 
 
-def test_the_cheapest_that_reaches_the_target_is_chosen() -> None:
+def test_the_cheapest_point_that_reaches_the_target_is_chosen() -> None:
     points = [
         OperatingPoint(1, 8, 0.96, 90.0),
         OperatingPoint(2, 1, 0.95, 40.0),
@@ -69,7 +69,7 @@ def test_the_cheapest_that_reaches_the_target_is_chosen() -> None:
     assert tuning.choose(points, target=0.95) == points[1]
 
 
-def test_codes_that_cap_recall_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_codes_that_limit_recall_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     points = [
         OperatingPoint(1, 1, 0.70, 10.0),
         OperatingPoint(2, 1, 0.799, 20.0),
@@ -78,10 +78,10 @@ def test_codes_that_cap_recall_are_told(caplog: pytest.LogCaptureFixture) -> Non
     ]
     with caplog.at_level(logging.WARNING):
         assert tuning.choose(points, target=0.95) == points[1]
-    assert "recall 0.800 is the most this index finds, the target is 0.950" in caplog.text
+    assert "the highest recall of this index is 0.800, below the target of 0.950" in caplog.text
     assert "more than nprobe=2 does not raise it" in caplog.text
 
 
-def test_recall_is_of_the_documents_there_are() -> None:
+def test_recall_ignores_padding_of_exact_answers() -> None:
     exact = np.array([[3, 1, -1], [-1, -1, -1]])
     assert tuning.recall(np.array([[1, 9, 8], [0, 1, 2]]), exact) == 0.5

@@ -24,14 +24,14 @@ def _read(folder: Path, **bounds: int) -> list[tuple[int, bytes]]:
 
 
 def _forget(folder: Path) -> None:
-    """What a crash of the machine may do to a file that nobody synced."""
+    """Delete a file that was not synced, as a crash of the machine may do."""
     (folder / "acknowledged").unlink()
 
 
 PAYLOADS = [b"one", b"", b"three" * 100, b"SNL1 four"]
 
 
-def test_what_was_synced_is_read_in_order(tmp_path: Path) -> None:
+def test_synced_records_are_read_in_order(tmp_path: Path) -> None:
     _write(tmp_path, *PAYLOADS[:2])
     _write(tmp_path, *PAYLOADS[2:])
     assert _read(tmp_path) == list(enumerate(PAYLOADS, 1))
@@ -39,7 +39,7 @@ def test_what_was_synced_is_read_in_order(tmp_path: Path) -> None:
     assert wal.last_acknowledged(tmp_path) == 4
 
 
-def test_a_reader_sees_nothing_before_the_sync(tmp_path: Path) -> None:
+def test_a_reader_does_not_get_records_before_the_sync(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.append(b"one")
     assert _read(tmp_path) == []
@@ -49,39 +49,39 @@ def test_a_reader_sees_nothing_before_the_sync(tmp_path: Path) -> None:
     log.close()
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_a_record_torn_at_any_byte_is_cut_off_and_the_others_stay(tmp_path: Path, forgotten: bool) -> None:
+@pytest.mark.parametrize("without_mark", [False, True])
+def test_only_an_incomplete_record_is_cut_off(tmp_path: Path, without_mark: bool) -> None:
     log = Log(tmp_path)
     for payload in PAYLOADS:
         log.append(payload)
         log.sync()
     segment = next(tmp_path.glob("*.log"))
-    whole = segment.stat().st_size
+    complete_size = segment.stat().st_size
     log.append(b"in flight")
     log.close()
     data = segment.read_bytes()
-    for size in range(whole, len(data)):
+    for size in range(complete_size, len(data)):
         segment.write_bytes(data[:size])
-        if forgotten and (tmp_path / "acknowledged").exists():
+        if without_mark and (tmp_path / "acknowledged").exists():
             _forget(tmp_path)
         _write(tmp_path)
-        assert segment.stat().st_size == whole
+        assert segment.stat().st_size == complete_size
         assert _read(tmp_path) == list(enumerate(PAYLOADS, 1))
-    segment.write_bytes(data)  # written whole though never acknowledged: it may stay
+    segment.write_bytes(data)  # a complete record without acknowledgement may be kept
     _write(tmp_path, b"later")
     assert _read(tmp_path) == list(enumerate([*PAYLOADS, b"in flight", b"later"], 1))
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_a_flipped_byte_of_an_acknowledged_record_is_refused(tmp_path: Path, forgotten: bool) -> None:
+@pytest.mark.parametrize("without_mark", [False, True])
+def test_a_flipped_byte_of_an_acknowledged_record_is_refused(tmp_path: Path, without_mark: bool) -> None:
     _write(tmp_path, b"one", b"two", b"three")
     segment = next(tmp_path.glob("*.log"))
     data = segment.read_bytes()
-    # Of the last record only the mark says that it was acknowledged: without it, it looks torn.
-    length = len(data) - (len(data) // 3 + 2 if forgotten else 0)
-    for place in range(length):
-        segment.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
-        if forgotten and (tmp_path / "acknowledged").exists():
+    # Only the mark states that the last record was acknowledged: without it, the record looks incomplete.
+    length = len(data) - (len(data) // 3 + 2 if without_mark else 0)
+    for position in range(length):
+        segment.write_bytes(data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
+        if without_mark and (tmp_path / "acknowledged").exists():
             _forget(tmp_path)
         with pytest.raises(ArtifactError, match=rf"{segment.name} is damaged at byte \d+, record \d"):
             Log(tmp_path)
@@ -90,13 +90,13 @@ def test_a_flipped_byte_of_an_acknowledged_record_is_refused(tmp_path: Path, for
     _write(tmp_path, b"four")
 
 
-def test_acknowledged_records_that_are_gone_are_missed(tmp_path: Path) -> None:
+def test_missing_acknowledged_records_are_errors(tmp_path: Path) -> None:
     _write(tmp_path, b"one", b"two")
     segment = next(tmp_path.glob("*.log"))
-    segment.write_bytes(segment.read_bytes()[:35])  # the first record, whole
-    with pytest.raises(ArtifactError, match="ends with record 1, but 2 was acknowledged"):
+    segment.write_bytes(segment.read_bytes()[:35])  # the complete first record
+    with pytest.raises(ArtifactError, match="ends with record 1, but record 2 was acknowledged"):
         Log(tmp_path)
-    with pytest.raises(ArtifactError, match="has no record 2, though 2 was acknowledged"):
+    with pytest.raises(ArtifactError, match="has no record 2, but record 2 was acknowledged"):
         _read(tmp_path)
     segment.unlink()
     with pytest.raises(ArtifactError, match="has no segment, but record 2 was acknowledged"):
@@ -105,7 +105,9 @@ def test_acknowledged_records_that_are_gone_are_missed(tmp_path: Path) -> None:
 
 def test_a_log_has_one_writer(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    with pytest.raises(ConfigError, match=f"written by another process .pid {os.getpid()}"):
+    with pytest.raises(
+        ConfigError, match=rf"another process \(pid {os.getpid()}\) writes .* a log has one writer"
+    ):
         Log(tmp_path)
     log.close()
     log.close()
@@ -114,7 +116,7 @@ def test_a_log_has_one_writer(tmp_path: Path) -> None:
     Log(tmp_path).close()
 
 
-def test_segments_rotate_and_those_that_are_done_with_are_dropped(
+def test_segments_rotate_and_unneeded_ones_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wal, "SEGMENT_BYTES", 300)
@@ -125,7 +127,7 @@ def test_segments_rotate_and_those_that_are_done_with_are_dropped(
     log = Log(tmp_path)
     log.drop(through=5)  # the segment of records 4 to 6 is still needed
     assert _read(tmp_path, after=3) == list(enumerate(payloads, 1))[3:]
-    with pytest.raises(ArtifactError, match="has no record 3, though 10 was acknowledged"):
+    with pytest.raises(ArtifactError, match="has no record 3, but record 10 was acknowledged"):
         _read(tmp_path, after=2)
     log.drop(through=10)
     assert [path.stat().st_size for path in tmp_path.glob("*.log")] == [0]
@@ -136,7 +138,7 @@ def test_segments_rotate_and_those_that_are_done_with_are_dropped(
     assert _read(tmp_path, after=10) == [(11, b"eleven")]
 
 
-def test_numbers_go_on_above_what_the_index_holds(tmp_path: Path) -> None:
+def test_new_numbers_exceed_those_that_the_index_includes(tmp_path: Path) -> None:
     _write(tmp_path, b"old", after=0)
     _write(tmp_path, b"new", after=7)
     assert _read(tmp_path, after=7) == [(8, b"new")]
@@ -158,32 +160,32 @@ def test_threads_append_and_share_syncs(tmp_path: Path) -> None:
         thread.join()
     log.close()
     assert sorted(numbers) == list(range(1, 201))
-    found = [payload.decode() for _, payload in _read(tmp_path)]
-    for name in range(4):  # each thread's records in its order
-        assert [p for p in found if p.startswith(f"{name}-")] == [f"{name}-{count}" for count in range(50)]
+    payloads = [payload.decode() for _, payload in _read(tmp_path)]
+    for name in range(4):  # the records of each thread are in its order
+        assert [p for p in payloads if p.startswith(f"{name}-")] == [f"{name}-{count}" for count in range(50)]
 
 
-def test_a_sync_that_began_earlier_takes_back_no_acknowledgement(
+def test_an_earlier_sync_does_not_lower_the_acknowledgement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, begun, go_on = Log(tmp_path), threading.Event(), threading.Event()
+    log, has_begun, may_continue = Log(tmp_path), threading.Event(), threading.Event()
     sync, slow = wal._sync, threading.Thread(target=log.sync)
 
-    def held_up(file: int) -> None:
+    def delayed_sync(file: int) -> None:
         if threading.current_thread() is slow:
-            begun.set()
-            go_on.wait(10)
+            has_begun.set()
+            may_continue.wait(10)
         sync(file)
 
-    monkeypatch.setattr(wal, "_sync", held_up)
+    monkeypatch.setattr(wal, "_sync", delayed_sync)
     log.append(b"one")
     slow.start()
-    begun.wait(10)
+    has_begun.wait(10)
     log.append(b"two")
     quick = threading.Thread(target=log.sync)
     quick.start()
     quick.join(0.2)
-    go_on.set()
+    may_continue.set()
     for thread in (slow, quick):
         thread.join()
     assert log.acknowledged == wal.last_acknowledged(tmp_path) == 2
@@ -191,41 +193,41 @@ def test_a_sync_that_began_earlier_takes_back_no_acknowledgement(
     log.close()
 
 
-def test_what_a_sync_failed_for_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system takes the pages of a failed sync for clean: only another write makes the next one count."""
+def test_records_of_a_failed_sync_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel marks the pages of a failed sync as clean, so only another write makes them durable."""
     log = Log(tmp_path)
     log.append(b"one")
     log.sync()
     log.append(b"two")
 
-    def fails(_: int) -> None:
+    def fail(_: int) -> None:
         raise OSError("disk error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(wal, "_sync", fails)
+        patch.setattr(wal, "_sync", fail)
         with pytest.raises(ArtifactError, match=r"cannot be made durable: .*; open it again"):
             log.sync()
     with pytest.raises(ArtifactError, match="a write to it failed"):
         log.append(b"three")
     log.close()
     segment = next(tmp_path.glob("*.log"))
-    for again in (True, False):  # the first opening acknowledges it
+    for is_first in (True, False):  # the first opening acknowledges it
         os.utime(segment, ns=(0, 0))
         Log(tmp_path).close()
-        assert (segment.stat().st_mtime_ns > 0) == again
+        assert (segment.stat().st_mtime_ns > 0) == is_first
         assert _read(tmp_path) == [(1, b"one"), (2, b"two")]
 
 
 @settings(max_examples=40)
 @given(st.data())
-def test_any_crash_keeps_what_was_acknowledged(
+def test_acknowledged_records_survive_any_crash(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Of what was written since the last sync, any pages may be lost; of what was synced none."""
+    """A crash may lose any pages that were written since the last sync, but no synced page."""
     folder = tmp_path_factory.mktemp("log")
-    log, written = Log(folder), []
+    log, payloads = Log(folder), []
     for payload in data.draw(st.lists(st.binary(max_size=500), max_size=12)):
-        written.append(payload)
+        payloads.append(payload)
         log.append(payload)
         if data.draw(st.booleans()):
             log.sync()
@@ -234,21 +236,19 @@ def test_any_crash_keeps_what_was_acknowledged(
     segment = sorted(folder.glob("*.log"))[-1]
     content = bytearray(segment.read_bytes())
     first = int(segment.stem)
-    durable = sum(32 + len(payload) for payload in written[first - 1 : acknowledged])
-    for place in range(durable, len(content), 16):
-        if data.draw(st.booleans()):  # pages that never reached the disk are zeros
-            content[place : place + 16] = bytes(len(content[place : place + 16]))
+    durable = sum(32 + len(payload) for payload in payloads[first - 1 : acknowledged])
+    for position in range(durable, len(content), 16):
+        if data.draw(st.booleans()):  # pages that were not written to the disk are zeros
+            content[position : position + 16] = bytes(len(content[position : position + 16]))
     segment.write_bytes(content)
     _write(folder, b"after")
-    kept = [payload for _, payload in _read(folder)]
-    assert kept[-1] == b"after"
-    assert len(kept) - 1 >= acknowledged
-    assert kept[:-1] == written[: len(kept) - 1]
+    remaining = [payload for _, payload in _read(folder)]
+    assert remaining[-1] == b"after"
+    assert len(remaining) - 1 >= acknowledged
+    assert remaining[:-1] == payloads[: len(remaining) - 1]
 
 
-def test_a_log_that_was_replaced_or_failed_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_or_closed_log_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wal, "SEGMENT_BYTES", 1)
     log = Log(tmp_path)
     log.require_claim()
@@ -267,7 +267,7 @@ def test_a_log_that_was_replaced_or_failed_cannot_be_written(
         log.require_claim()
 
 
-def test_of_records_that_a_follower_has_only_headers_are_read(tmp_path: Path) -> None:
+def test_only_headers_of_earlier_records_are_read(tmp_path: Path) -> None:
     log = wal.Log(tmp_path / "log")
     for number in range(3):
         log.append(b"payload %d" % number * 10)

@@ -307,7 +307,7 @@ def test_columns_of_candidates_are_read_without_their_documents(
         ({"k": 1001}, "k is 1001: ask for 1 to 1000"),
         ({"nprobe": 0}, "nprobe is"),
         ({"where": {"prize": 3}}, "no filter by 'prize': this index has topic, price"),
-        ({"where": {"price": "3"}}, "filter price: '3' is no value of a field of type int64"),
+        ({"where": {"price": "3"}}, "filter price: '3' is not a value of a field of type int64"),
         ({"where": {"topic": {"min": "a"}}}, "filter topic: only numbers have ranges"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Online experiments: traffic split between arms, their requests logged, and the arms compared."""
+"""Online experiments: the split of traffic between arms, access logs, and the comparison of the arms."""

@@ -3,7 +3,7 @@
     logs ─► requests of the experiment ─► sums per unit ──────────────────┐
                      └─► a sample ─► pairs ─judge, on Ray─► sums per unit ─┴─► comparisons ─► report
 
-Logs are streamed; a row per unit, a latency per request and the sample stay in memory.
+Logs are streamed; only a row per unit, a latency per request and the sample are kept in memory.
 """
 
 import hashlib
@@ -34,18 +34,19 @@ PAIRS_PER_BLOCK = 2048
 
 
 def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
-    """Build the report as an artifact below `output`, named by a hash of config and contents of the logs.
+    """Build the report as an artifact in `output`, named by a hash of the config and of the logs' contents.
 
     `dataset` is the URI of the documents, for the judge.
 
     Raises:
-        DataError: the log has no request of the experiment, or a file is missing.
+        DataError: the logs have no request of the experiment, or a file is missing.
         ConfigError: the judge cannot be loaded.
     """
     parents = {"dataset": open_artifact(dataset, kind="dataset")}
     logs = access_log.find_logs(config.logs)
     signals = [file.uri for path in (config.feedback, config.clicks) if path for file in find_files(path)]
-    inputs = [fs.checksum(uri) for uri in (*logs, *signals)]  # logs grow: a report belongs to their contents
+    # Logs grow, so a report depends on their contents.
+    inputs = [fs.checksum(uri) for uri in (*logs, *signals)]
     identity = "\n".join([fingerprint("experiment", config, parents), *inputs])
     place = fs.absolute(fs.join(output, hashlib.sha256(identity.encode()).hexdigest()[:12]))
     draft = Draft(place, kind="experiment", config=config, parents=parents)
@@ -62,9 +63,13 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
         units = outcomes.add_sums([units, judged])
     rejected = dict(sorted(quarantine.rejected.items()))
     counts = {"requests": len(requests), "units": len(units), "rejected": sum(rejected.values())}
-    logged = {"used": len(requests), "left_out": dict(quarantine.left_out), "rejected": counts["rejected"]}
+    request_counts = {
+        "used": len(requests),
+        "left_out": dict(quarantine.left_out),
+        "rejected": counts["rejected"],
+    }
     result = report.compare_arms(config, requests, units)
-    result |= {"requests": logged, "judge": judge, "environment": environment()}
+    result |= {"requests": request_counts, "judge": judge, "environment": environment()}
     result["warnings"] = report.warnings(result)
     for text in result["warnings"]:
         log.warning("%s", text)
@@ -81,35 +86,36 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
 def _judge(
     config: ExperimentConfig, relevance: Relevance, sample: pa.Table, dataset: Artifact, draft: Draft
 ) -> tuple[pa.Table, dict[str, Any]]:
-    """Judge what sampled requests showed: sums per unit, and the report's part on it.
+    """Judge the results of sampled requests, and return sums per unit and a section of the report.
 
-    The scores of a block of pairs are a table in the work directory, which a run after a kill keeps.
+    The scores of a block of pairs are a table in the work directory, which a run after a kill reuses.
     """
     cluster.check_resources(config.resources, knob="resources")
     keep = RecordedTasks(draft.work("passes"), cluster.map_tasks)
-    shown = outcomes.shown_documents(sample)
+    results = outcomes.shown_documents(sample)
     order = [(name, "ascending") for name in outcomes.PAIR]
-    pairs = shown.group_by(outcomes.PAIR).aggregate([]).sort_by(order)
+    pairs = results.group_by(outcomes.PAIR).aggregate([]).sort_by(order)
     documents = find_documents(dataset, pairs["doc_id"].to_pylist(), TEXT_COLUMNS, each=keep)
-    known = pairs.filter(pc.is_in(pairs["doc_id"], documents["doc_id"].combine_chunks()))
-    stage = PartStage(partial(load_judge, relevance.judge, known, documents))
-    blocks = range(0, len(known), PAIRS_PER_BLOCK)
-    scored = [known.slice(0, 0).append_column("score", pa.array([], pa.float32()))]
-    with Progress("compare", total=len(known), unit="pairs judged") as progress:
+    available = pairs.filter(pc.is_in(pairs["doc_id"], documents["doc_id"].combine_chunks()))
+    stage = PartStage(partial(load_judge, relevance.judge, available, documents))
+    blocks = range(0, len(available), PAIRS_PER_BLOCK)
+    tables = [available.slice(0, 0).append_column("score", pa.array([], pa.float32()))]
+    with Progress("compare", total=len(available), unit="pairs judged") as progress:
         for table in keep(stage, blocks, each=partial(cluster.map_loaded, resources=config.resources)):
-            scored.append(table)
+            tables.append(table)
             progress.advance(len(table))
-    judged, below = pa.concat_tables(scored).sort_by(order), relevance.irrelevant_below
+    judged, below = pa.concat_tables(tables).sort_by(order), relevance.irrelevant_below
     draft.write_table("sample.parquet", sample)
     draft.write_table("judged.parquet", judged)
     section = {"path": relevance.judge.path, "irrelevant_below": below}
     section |= {"pairs": len(pairs), "unknown": len(pairs) - len(judged)}
-    return outcomes.irrelevant_documents(shown, judged, below=below), section
+    return outcomes.irrelevant_documents(results, judged, below=below), section
 
 
 def load_judge(config: CrossEncoderConfig, pairs: pa.Table, documents: pa.Table) -> Callable[[int], pa.Table]:
-    """Load a cross-encoder: number of a block's first pair -> its pairs, and the `score` of each."""
-    from scalingnote.triplets.collect.transformer_models import PairScorer  # late: it takes seconds
+    """Load a cross-encoder and return a function from the number of a block's first pair to scored pairs."""
+    # Imported late, because it takes seconds.
+    from scalingnote.triplets.collect.transformer_models import PairScorer
 
     scorer, doc_ids = PairScorer(config), documents["doc_id"].combine_chunks()
 

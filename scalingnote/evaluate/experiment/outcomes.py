@@ -1,8 +1,8 @@
-"""Outcomes of requests: sums and counts of each measure per unit, latencies, and what users said and clicked.
+"""Outcomes of requests: sums and counts of each measure per unit, latencies, user feedback and clicks.
 
-A measure is a mean over requests or documents: its count is their number, its sum what they add up to. A
-request has the value null where it does not count. A unit with count 0 (a user whose answers were never
-rated) is no observation.
+A measure is a mean over requests or documents: its count is their number, and its sum is the sum of their
+values. A request that does not count has the value null. A unit with count 0 (a user without rated answers)
+is not an observation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from scalingnote.evaluate.experiment.config import ExperimentConfig
 KEYS = ["arm", "unit"]
 PAIR = ["query", "doc_id"]
 FEW_RESULTS = 5  # an answer with fewer documents counts as too short
-DEPTHS = (4, 20)  # of the share of irrelevant documents
+DEPTHS = (4, 20)  # depths at which the share of irrelevant documents is measured
 MEASURES = (  # in the order of reports
     *(f"irrelevant@{depth}" for depth in DEPTHS),
     "satisfaction",
@@ -34,7 +34,7 @@ MEASURES = (  # in the order of reports
     "partial",
     "errors",
 )
-MAX_PARTIAL_SUMS = 64  # of batches in memory, before they are added up
+MAX_PARTIAL_SUMS = 64  # number of batches whose sums are in memory before they are added
 REQUEST_SAMPLE = pa.schema(
     [*(REQUESTS.field(name) for name in ("request_id", *KEYS, "query", "doc_ids")), ("drawn", pa.float64())]
 )
@@ -42,23 +42,23 @@ SHOWN = pa.schema({**dict.fromkeys([*KEYS, *PAIR], pa.string()), "rank": pa.int6
 
 
 class Outcomes(NamedTuple):
-    """What came of the requests of an experiment."""
+    """Outcomes of the requests of an experiment."""
 
     requests: pa.Table  # `arm`, `time` and `latency_ms` of each
-    units: pa.Table  # of :func:`add_sums`
+    units: pa.Table  # result of :func:`add_sums`
     sample: pa.Table  # REQUEST_SAMPLE
 
 
 def read_outcomes(config: ExperimentConfig, logs: Sequence[str], quarantine: Quarantine) -> Outcomes:
-    """The outcomes of an experiment, by one pass over its logs.
+    """Read the outcomes of an experiment in one pass over its logs.
 
     Args:
         config: of the experiment.
         logs: access logs.
-        quarantine: of lines and rows that cannot be used; counts requests that are left out.
+        quarantine: for lines and rows that cannot be used; it counts requests that are left out.
 
     Raises:
-        DataError: the logs have no request of the experiment, or feedback or clicks are not as they should.
+        DataError: the logs have no request of the experiment, or the files of feedback or clicks are invalid.
     """
     signals = {}
     if config.feedback is not None:
@@ -85,60 +85,61 @@ def read_outcomes(config: ExperimentConfig, logs: Sequence[str], quarantine: Qua
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in quarantine.left_out.items())
         raise DataError(
             f"no request of experiment {config.split.name!r} in {len(logs)} files (left out: "
-            f"{left_out or 'none'}{quarantine.reasons()}): check split, start and end against what was served"
+            f"{left_out or 'none'}{quarantine.reasons()}): set split, start and end like those of the service"
         )
     return Outcomes(pa.concat_tables(requests), add_sums(sums), sample)
 
 
 def measure_requests(requests: pa.Table, signals: Mapping[str, Mapping[str, float]]) -> pa.Table:
-    """`arm`, `unit` and a column per measure of requests of the experiment.
+    """Return `arm`, `unit` and a column per measure for requests of the experiment.
 
-    `signals` gives what users said and did: measure -> request_id -> value. Who did not click is known.
+    `signals` has feedback and clicks: measure -> request_id -> value. A request without a click has the value
+    0, a request without feedback has none.
     """
     answered = pc.less(requests["status"], 400)
     request_ids = requests["request_id"].to_pylist()
-    wants_enough = pc.greater_equal(pc.fill_null(requests["k"], FEW_RESULTS), FEW_RESULTS)
-    found = pc.fill_null(pc.list_value_length(requests["doc_ids"]), 0)
+    has_enough_k = pc.greater_equal(pc.fill_null(requests["k"], FEW_RESULTS), FEW_RESULTS)
+    results = pc.fill_null(pc.list_value_length(requests["doc_ids"]), 0)
     values = {
-        f"fewer_than_{FEW_RESULTS}": pc.if_else(wants_enough, pc.less(found, FEW_RESULTS), None),
+        f"fewer_than_{FEW_RESULTS}": pc.if_else(has_enough_k, pc.less(results, FEW_RESULTS), None),
         "latency_ms": requests["total_ms"],
         "partial": pc.less(requests["shards_answered"], requests["shards"]),
     }
-    for name, known in signals.items():
+    for name, value_of in signals.items():
         default = 0.0 if name == "click_through" else None
-        found_values = [known.get(request_id, default) for request_id in request_ids]
-        values[name] = pa.array(found_values, pa.float64())
+        signal_values = [value_of.get(request_id, default) for request_id in request_ids]
+        values[name] = pa.array(signal_values, pa.float64())
     columns = {name: pc.if_else(answered, column.cast(pa.float64()), None) for name, column in values.items()}
     columns["errors"] = pc.invert(answered).cast(pa.float64())
     return pa.table({**{key: requests[key] for key in KEYS}, **columns})
 
 
 def sum_by_unit(values: pa.Table) -> pa.Table:
-    """One row per arm and unit: ``NAME.sum`` and ``NAME.count`` of the values of each other column NAME."""
+    """Sum values by arm and unit: ``NAME.sum`` and ``NAME.count`` for each other column NAME."""
     names = [name for name in values.column_names if name not in KEYS]
-    wanted = [(name, kind) for name in names for kind in ("sum", "count")]
-    summed = values.group_by(KEYS, use_threads=False).aggregate(wanted)
-    return summed.rename_columns([*KEYS, *(f"{name}.{kind}" for name, kind in wanted)])
+    aggregations = [(name, kind) for name in names for kind in ("sum", "count")]
+    sums = values.group_by(KEYS, use_threads=False).aggregate(aggregations)
+    return sums.rename_columns([*KEYS, *(f"{name}.{kind}" for name, kind in aggregations)])
 
 
 def add_sums(sums: Sequence[pa.Table]) -> pa.Table:
-    """One row per arm and unit of several results of :func:`sum_by_unit`, whose measures may differ."""
+    """Add results of :func:`sum_by_unit`, which may have different measures, by arm and unit."""
     table = pa.concat_tables(sums, promote_options="default")
     names = [name for name in table.column_names if name not in KEYS]
-    summed = table.group_by(KEYS, use_threads=False).aggregate([(name, "sum") for name in names])
-    return summed.rename_columns([*KEYS, *names])
+    totals = table.group_by(KEYS, use_threads=False).aggregate([(name, "sum") for name in names])
+    return totals.rename_columns([*KEYS, *names])
 
 
 # --- feedback and clicks -----------------------------------------------------------------------------------
 
 
 def read_signals(path: str, quarantine: Quarantine, *, column: str | None = None) -> dict[str, float]:
-    """request_id -> a number from 0 to 1; the last row of a request counts.
+    """Read request_id -> a number from 0 to 1; the last row of a request counts.
 
     Args:
         path: file or glob of rows with a `request_id`.
-        quarantine: of rows that cannot be read, or lack the id or the number.
-        column: of the number, or of true and false; None: a row stands for 1.
+        quarantine: for rows that cannot be read, or have no id or no number.
+        column: column with the number, or with true and false; None: every row has the value 1.
 
     Raises:
         DataError: there is no file or no usable row, or a number is not from 0 to 1.
@@ -149,11 +150,11 @@ def read_signals(path: str, quarantine: Quarantine, *, column: str | None = None
         if isinstance(row, UnreadableRow):
             quarantine.reject(path, row.row, row.reason)
         elif any(row.get(name) is None for name in names):
-            quarantine.reject(path, row, f"lacks one of {', '.join(names)}")
+            quarantine.reject(path, row, f"without {' or '.join(names)}")
         else:
             value = row[column] if column else 1.0
             if not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise DataError(f"{path}: {column} is {value!r}: it is true, false or a number from 0 to 1")
+                raise DataError(f"{path}: {column} is {value!r}: pass true, false or a number from 0 to 1")
             signals[str(row["request_id"])] = float(value)
     if not signals:
         raise DataError(f"{path} has no row with {' and '.join(names)}{quarantine.reasons(of=path)}")
@@ -164,13 +165,13 @@ def read_signals(path: str, quarantine: Quarantine, *, column: str | None = None
 
 
 def draw_sample(sample: pa.Table, requests: pa.Table, *, per_arm: int, rng: np.random.Generator) -> pa.Table:
-    """A uniform sample of each arm's answered text queries: those with the smallest random numbers, `drawn`.
+    """Draw a uniform sample of each arm's answered text queries: those with the smallest numbers `drawn`.
 
     Args:
-        sample: REQUEST_SAMPLE of the requests before.
-        requests: further ones.
+        sample: REQUEST_SAMPLE of the earlier requests.
+        requests: further requests.
         per_arm: size of the sample.
-        rng: the same one for all requests, so that a sample does not depend on how they are divided.
+        rng: the same generator for all requests, so that the sample does not depend on the batches.
     """
     answered = pc.and_(pc.less(requests["status"], 400), pc.is_valid(requests["query"]))
     table = requests.filter(pc.and_(answered, pc.is_valid(requests["doc_ids"])))
@@ -182,7 +183,7 @@ def draw_sample(sample: pa.Table, requests: pa.Table, *, per_arm: int, rng: np.r
 
 
 def shown_documents(sample: pa.Table) -> pa.Table:
-    """SHOWN: what sampled requests showed, down to the deepest of DEPTHS; ranks begin with 0."""
+    """Return results of sampled requests as SHOWN, to the deepest of DEPTHS; ranks start at 0."""
     rows = [
         row | {"doc_id": doc_id, "rank": rank}
         for row in sample.to_pylist()
@@ -192,11 +193,11 @@ def shown_documents(sample: pa.Table) -> pa.Table:
 
 
 def irrelevant_documents(shown: pa.Table, judged: pa.Table, *, below: float) -> pa.Table:
-    """The sums by unit of the shares of irrelevant documents in the top K of DEPTHS.
+    """Sum the shares of irrelevant documents in the first K of DEPTHS by unit.
 
     Args:
-        shown: SHOWN.
-        judged: `query`, `doc_id` and `score` of what was; a document without a score does not count.
+        shown: results in the form of SHOWN.
+        judged: `query`, `doc_id` and `score` of judged pairs; a document without a score does not count.
         below: documents with a lower score are irrelevant.
     """
     rows = shown.join(judged, keys=PAIR, join_type="left outer")

@@ -1,1 +1,1 @@
-"""An index that is written while it is searched: log, state, compaction, versions."""
+"""An index that is written and searched at the same time: log, state, compaction, versions."""

@@ -1,21 +1,22 @@
-"""Compaction: write the next index version from the current one and what was written since.
+"""Compaction, which writes the next index version from the current one and the later writes.
 
-    a shard, without rows that were deleted or replaced ─ codes and terms as they are ┐
-    documents written since that belong to it ─ encoded once                          ┴► files of the shard
+    a shard without deleted or replaced rows ─ codes and terms are copied ┐
+    documents written since that belong to it ─ encoded once              ┴► files of the shard
 
-Of an index with a log for each shard, these documents are those of the shard's log. Of a large index with a
-delta beside it, they are those of the delta whose hash gives the shard, and overridden rows are left out.
+In an index with a log for each shard, these documents are those of the shard's log. In a large index with a
+delta, they are the documents of the delta that the hash assigns to the shard, and overridden rows are left
+out.
 
-Centroids and codebooks become stale as documents change. Once the documents written reach a share of the
+Centroids and codebooks become outdated as documents change. When the written documents reach a share of the
 index, compaction trains them again on vectors of all shards and encodes every row again. So the number of
-trainings per write is bounded. Those of a large index stay: once they are stale, build it anew.
+trainings per write is bounded. With a delta they are not trained again: a large index must be built again.
 
-What a compaction includes is fixed when it begins, so the version and the later records give the same
-documents as the version before and all records: each write counts once. It only reads logs and files, so it
-may run in any process that sees them, while the index is written and searched. Shards are parts, each with a
-record that is written after its files are durable: after a kill the old version is current, with the whole
-log, and the next call goes on. A finished version is checked before it is made current: a machine's crash
-loses unsynced files in any order.
+The last record that a compaction includes is fixed when it begins. Therefore the new version and the later
+records give the same documents as the version before and all records: each write counts once. Compaction only
+reads logs and files, so it may run in any process that has access to them, while the index is written and
+searched. Shards are parts, each with a record that is written after its files are durable: after a kill the
+old version is current, with the complete log, and the next call continues. A finished version is checked
+before it becomes current, because a crash of the machine can lose any of the unsynced files.
 """
 
 import json
@@ -46,7 +47,7 @@ from scalingnote.storage.arrow import take_rows
 from scalingnote.storage.artifact import MANIFEST, WORK, Artifact, Draft, Part
 from scalingnote.storage.shuffle import bucket_of, run_slices
 
-# Manifest entries of the built index, which versions copy.
+# Manifest entries of the built index that versions copy.
 TUNED = ("tuning", "tuning_sample", "hybrid_tuning")
 
 
@@ -57,21 +58,24 @@ def compact(
     keep_versions: int = LIVE_DEFAULTS.keep_versions,
     each: Executor = map_here,
 ) -> Artifact | None:
-    """Write the next version of the live index in `folder` and make it current; None if there is nothing new.
+    """Write the next version of the live index in `folder` and make it current.
 
     Args:
         folder: of the live index.
-        retrain_at: train the quantizer again once the documents written since its training are this share of
-            the index, if the family keeps vectors to train on; otherwise documents keep their codes.
-        keep_versions: versions to keep, those that were current last, with this one.
-        each: processes the shards, one after the other by default; one shard is in memory at a time.
+        retrain_at: train the quantizer again when the documents written since its training are this share of
+            the index, if the family keeps vectors for training; otherwise documents keep their codes.
+        keep_versions: number of versions to keep, including the new one: those that were last current.
+        each: processes the shards, by default one after the other; one shard is in memory at a time.
+
+    Returns:
+        The new version; None if there are no new writes.
 
     Raises:
         ConfigError: another process compacts the same index.
     """
     folder = Path(folder)
     with versions.register_lock(folder):
-        versions.delete_unlisted(folder)  # an earlier run may have been killed before it did
+        versions.delete_unlisted(folder)  # an earlier run may have been killed before this step
         register = versions.read_register(folder)
         base, number = OpenVersion(register.current), register.last + 1
         draft = _open_draft(versions.default_path(folder, number), base)
@@ -86,13 +90,13 @@ def compact(
         fs.make_durable(index.uri, [MANIFEST])
         version = versions.version_of(number, index, delta=register.delta)
         versions.make_current(folder, version, keep=keep_versions)
-        counts = (f"{found.counts['documents']:,}" for found in (index, base.index))
-        get_logger("index").info("%s documents, before %s, in version %d: %s", *counts, number, index.uri)
+        counts = (f"{artifact.counts['documents']:,}" for artifact in (index, base.index))
+        get_logger("index").info("%s documents (%s before) in version %d: %s", *counts, number, index.uri)
         return index
 
 
 def _open_draft(uri: str, base: OpenVersion) -> Draft:
-    """The draft of the next version; a damaged one of an earlier run is deleted first."""
+    """Open the draft of the next version; a damaged draft of an earlier run is deleted first."""
     begin = partial(Draft, uri, kind="index", config=base.config, parents={"index": base.index})
     try:
         draft = begin()
@@ -107,86 +111,86 @@ def _open_draft(uri: str, base: OpenVersion) -> Draft:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the next version is made of: the same in every process, and after a kill."""
+    """Inputs of the next version, the same in every process and after a kill."""
 
     folder: Path
     version: LiveVersion
     delta: bool
     output: str
     until: list[int]  # the last record of each log that is included
-    written: int  # documents written by then since the quantizer of `version` was trained
-    retrained: bool = False  # whether the work has a new quantizer
+    written: int  # documents written up to `until` since the quantizer of `version` was trained
+    retrained: bool = False  # whether the working folder has a new quantizer
 
     @property
     def quantizer_folder(self) -> str:
-        """Where a new quantizer is."""
+        """Folder of a new quantizer."""
         return fs.join(self.output, WORK, "quantizer")
 
 
 def _plan(
     draft: Draft, folder: Path, register: Register, base: OpenVersion, *, retrain_at: float
 ) -> _Plan | None:
-    """The plan of the run that began this draft, or else a new one; None where nothing was written."""
-    stored = Path(draft.work("plan.json"))
-    known = partial(_Plan, folder, register.current, register.delta, draft.uri)
-    if stored.exists():
-        return known(**json.loads(stored.read_text()))
+    """Read the plan of the run that began this draft, or make a new one; None if there are no new writes."""
+    path = Path(draft.work("plan.json"))
+    plan_of = partial(_Plan, folder, register.current, register.delta, draft.uri)
+    if path.exists():
+        return plan_of(**json.loads(path.read_text()))
     logs = [versions.log_folder(folder, number) for number in range(len(base.included))]
-    until = [max(done, wal.last_acknowledged(log)) for done, log in zip(base.included, logs, strict=True)]
+    until = [max(after, wal.last_acknowledged(log)) for after, log in zip(base.included, logs, strict=True)]
     if until == base.included:
         return None
-    written: int = versions.live_content(base.index, delta=register.delta)["written"]
-    for log, done, last in zip(logs, base.included, until, strict=True):
-        writes = (write for _, write in logged_writes(log, after=done, until=last))
-        written += sum(write.documents.num_rows for write in writes if isinstance(write, Upsert))
-    plan = known(until, written)
-    stale = written >= retrain_at * base.layout.documents and base.layout.refine != "none"
-    if stale and not register.delta:
+    written_documents: int = versions.live_content(base.index, delta=register.delta)["written"]
+    for log, after, last in zip(logs, base.included, until, strict=True):
+        writes = (write for _, write in logged_writes(log, after=after, until=last))
+        written_documents += sum(write.documents.num_rows for write in writes if isinstance(write, Upsert))
+    plan = plan_of(until, written_documents)
+    is_outdated = written_documents >= retrain_at * base.layout.documents and base.layout.refine != "none"
+    if is_outdated and not register.delta:
         plan = replace(plan, retrained=_train(plan, base))
-    fixed = {"until": plan.until, "written": plan.written, "retrained": plan.retrained}
-    fs.replace_durably(stored, json.dumps(fixed))
+    values = {"until": plan.until, "written": plan.written, "retrained": plan.retrained}
+    fs.replace_durably(path, json.dumps(values))
     return plan
 
 
 def _train(plan: _Plan, base: OpenVersion) -> bool:
-    """Fit a quantizer of as many lists to an even sample of all shards; False where that is too small."""
+    """Train a new quantizer on an even sample of all shards; return False if the sample is too small."""
     source, layout = _Source(plan), base.layout
-    wanted = families.sample_size(base.config, layout.documents, nlist=layout.nlist)
-    share = min(1.0, wanted / max(layout.documents, 1))
+    size = families.sample_size(base.config, layout.documents, nlist=layout.nlist)
+    share = min(1.0, size / max(layout.documents, 1))
     rng = np.random.default_rng(SAMPLE_SEED)
-    drawn = []
+    samples = []
     for number in range(layout.shards):
         vectors = source.rows(number).vectors()
-        drawn.append(vectors[rng.random(len(vectors)) < share])
-    sample = np.concatenate(drawn)
+        samples.append(vectors[rng.random(len(vectors)) < share])
+    sample = np.concatenate(samples)
     nlist = min(layout.nlist, max(1, len(sample) // families.POINTS_PER_CENTROID))
     try:
         quantizer = families.train(sample, base.config.family, nlist=nlist, seed=SAMPLE_SEED)
     except ConfigError as error:
-        get_logger("index").warning("centroids and codebooks stay as they are: %s", error)
+        get_logger("index").warning("centroids and codebooks are not trained again: %s", error)
         return False
     families.write_quantizer(plan.quantizer_folder, quantizer)
     fs.make_durable(plan.quantizer_folder, fs.list_files(plan.quantizer_folder))
-    get_logger("index").info("centroids and codebooks are trained again on %s documents", f"{len(sample):,}")
+    get_logger("index").info("trained centroids and codebooks again on %s documents", f"{len(sample):,}")
     return True
 
 
 class _Rows(NamedTuple):
-    """The rows of a shard of the next version."""
+    """Rows of a shard of the next version."""
 
-    before: Shard  # of the version before
+    before: Shard  # the shard of the version before
     kept: Bool[ndarray, " before_rows"]
-    since: Snapshot  # the rows written since are live rows of it
+    since: Snapshot  # has the rows written since as live rows
     added: Bool[ndarray, " live_rows"]
 
     def vectors(self) -> Float[ndarray, "rows dim"]:
-        """Vectors of the rows: as the version before keeps them, and as they were written."""
-        kept = ivf.vectors(self.before.lists.kept, np.flatnonzero(self.kept))
-        return np.concatenate([kept, self.since.tail[self.added]])
+        """Return vectors of the rows: those that the version before keeps, then those of the writes."""
+        kept_vectors = ivf.vectors(self.before.lists.kept, np.flatnonzero(self.kept))
+        return np.concatenate([kept_vectors, self.since.tail[self.added]])
 
 
 class _Source:
-    """The shards of the next version, by replaying logs; that of a delta is replayed once."""
+    """Shards of the next version, made by replaying logs; the log of a delta is replayed only once."""
 
     def __init__(self, plan: _Plan) -> None:
         self._plan, self.base = plan, OpenVersion(plan.version)
@@ -197,51 +201,51 @@ class _Source:
         empty = OpenVersion(plan.version, versions.open_empty(plan.folder))
         self.quantizer = empty.quantizer
         self._since = self._replay(empty, 0)
-        named = overridden(log, after=empty.included[0], until=plan.until[0], passages=passages)
-        self._hidden = [*{doc_id for _, doc_ids in named for doc_id in doc_ids}]
+        writes = overridden(log, after=empty.included[0], until=plan.until[0], passages=passages)
+        self._hidden = [*{doc_id for _, doc_ids in writes for doc_id in doc_ids}]
         self._shard_of = bucket_of(self._since.live_documents["doc_id"], self.base.layout.shards)
 
     def rows(self, number: int) -> _Rows:
-        """The rows of a shard."""
+        """Return the rows of a shard."""
         if not self._plan.delta:
             now = self._replay(self.base, number)
             return _Rows(now.base, now.base_alive, now, now.live_alive)
         before = self.base.shard(number)
-        kept = np.ones(len(before.documents), bool)
-        kept[before.rows.find_all(self._hidden, passages=self.base.layout.passages)] = False
-        return _Rows(before, kept, self._since, self._since.live_alive & (self._shard_of == number))
+        kept_rows = np.ones(len(before.documents), bool)
+        kept_rows[before.rows.find_all(self._hidden, passages=self.base.layout.passages)] = False
+        return _Rows(before, kept_rows, self._since, self._since.live_alive & (self._shard_of == number))
 
     def _replay(self, opened: OpenVersion, number: int) -> Snapshot:
-        """A shard as of the last record that is included."""
+        """Build a shard as of the last record that is included."""
         state = LiveState(opened, number)
         state.catch_up(versions.log_folder(self._plan.folder, number), until=self._plan.until[number])
         return state.snapshot
 
 
 def _load(plan: _Plan) -> Callable[[tuple[int, None]], dict[str, Any]]:
-    """The function that writes a shard of the next version and gives its files."""
+    """Return the function that writes a shard of the next version and returns its files."""
     source = _Source(plan)
-    trained = families.read_quantizer(plan.quantizer_folder) if plan.retrained else None
+    new_quantizer = families.read_quantizer(plan.quantizer_folder) if plan.retrained else None
 
     def write(part: tuple[int, None]) -> dict[str, Any]:
         number, _ = part
         rows = source.rows(number)
-        new = ivf.empty(trained or source.quantizer)
-        if trained:
+        new = ivf.empty(new_quantizer or source.quantizer)
+        if new_quantizer:
             ivf.add(new, rows.vectors())
         else:
             ivf.add(new, rows.since.tail[rows.added])
             ivf.drop_dead_rows(rows.before.lists, rows.kept)
-        every = np.concatenate([rows.kept, rows.added])
+        selected = np.concatenate([rows.kept, rows.added])
         documents = pa.concat_tables([rows.before.documents, rows.since.live_documents])
         terms = () if rows.before.postings is None else (rows.before.postings, *rows.since.postings)
         files = shard.write_shard(
             plan.output,
             number,
             layout=source.base.layout,
-            lists=new if trained else ivf.merge([rows.before.lists, new]),
-            documents=take_rows(documents, np.flatnonzero(every)),
-            terms=postings.merge(terms, kept=every if terms else None),
+            lists=new if new_quantizer else ivf.merge([rows.before.lists, new]),
+            documents=take_rows(documents, np.flatnonzero(selected)),
+            terms=postings.merge(terms, kept=selected if terms else None),
         )
         fs.make_durable(plan.output, files)  # before a record names them
         return {name: asdict(file) for name, file in files.items()}
@@ -250,7 +254,7 @@ def _load(plan: _Plan) -> Callable[[tuple[int, None]], dict[str, Any]]:
 
 
 def _write(draft: Draft, base: OpenVersion, plan: _Plan, each: Executor) -> Artifact:
-    """Write the shards that have no record yet, and finish the version; it keeps the tuning of `base`."""
+    """Write the shards that have no record yet, and finish the version, with the tuning of `base`."""
     layout = base.layout
     records = run_slices(
         "shards",
@@ -266,19 +270,19 @@ def _write(draft: Draft, base: OpenVersion, plan: _Plan, each: Executor) -> Arti
         draft.register(name, part)
     coarse = base.index.read_bytes(shard.COARSE)
     if plan.retrained:
-        trained = families.read_quantizer(plan.quantizer_folder)
-        coarse, nlist = trained.coarse, len(trained.centroids)
+        quantizer = families.read_quantizer(plan.quantizer_folder)
+        coarse, nlist = quantizer.coarse, len(quantizer.centroids)
         layout = replace(layout, nlist=nlist, nprobe=min(layout.nprobe, nlist))
     documents = sum(part.rows or 0 for part in parts.values())
     size = sum(part.bytes for name, part in parts.items() if name.endswith(".faiss")) + len(coarse)
-    written = 0 if plan.retrained else plan.written
+    written_count = 0 if plan.retrained else plan.written
     draft.write_bytes(shard.COARSE, coarse)
     draft.write_json(shard.LAYOUT_FILE, vars(replace(layout, documents=documents)))
-    live = {"origin": plan.version.origin, "included": plan.until, "written": written}
+    live = {"origin": plan.version.origin, "included": plan.until, "written": written_count}
     draft.write_json(versions.LIVE, live | ({"delta": True} if plan.delta else {}))
-    # Before a manifest names them.
+    # They must be durable before a manifest names them.
     fs.make_durable(draft.uri, [shard.COARSE, shard.LAYOUT_FILE, versions.LIVE])
     counts = {"documents": documents, "bytes": size, "bytes_per_vector": round(size / max(documents, 1))}
     before = base.index.manifest
-    tuned = {name: before.info[name] for name in TUNED if name in before.info}
-    return draft.commit(counts=before.counts | counts, **tuned)
+    tuning = {name: before.info[name] for name in TUNED if name in before.info}
+    return draft.commit(counts=before.counts | counts, **tuning)

@@ -1,10 +1,10 @@
-"""A live index: documents are written and deleted while it is searched, and no acknowledged write is lost.
+"""A live index, which is written and searched at the same time without loss of an acknowledged write.
 
     write ─► shard that owns the document ─► its log (durable) ─► its state ─► acknowledged, and visible to
     every later search
 
-Concurrent writes to a shard share one sync of its log. A follower is a replica in another process that sees
-the logs' folder: it shows what the writer had acknowledged by the follower's last refresh.
+Concurrent writes to a shard share one sync of its log. A follower is a replica in another process that has
+access to the folder of the logs: it has the writes that were acknowledged before its last refresh.
 """
 
 import threading
@@ -33,11 +33,11 @@ from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import passage_id
 
 T = TypeVar("T")
-MAX_ATTEMPTS = 3  # to route a write; a document moves at most once per compaction
+MAX_ATTEMPTS = 3  # limit of attempts to route a write; a document moves at most once per compaction
 
 
 class LiveIndex:
-    """Every shard of an index, open for writing or following the writer. Threads may share one."""
+    """All shards of an index, open for writing or as a follower. Threads may share one instance."""
 
     def __init__(
         self,
@@ -48,24 +48,24 @@ class LiveIndex:
         follow: bool = False,
         config: LiveConfig = LIVE_DEFAULTS,
     ) -> None:
-        """Open the current version and the writes since.
+        """Open the current version and apply later writes.
 
         Args:
             folder: of versions and logs, see :mod:`scalingnote.index.live.versions`.
-            index: artifact that was built; needed the first time.
-            delta: hold what is written beside the version, not the version, see
-                :mod:`scalingnote.index.live.versions`; None: as the folder was made, a new one without.
+            index: artifact that was built; required the first time.
+            delta: open only the delta and not the version, see :mod:`scalingnote.index.live.versions`; None:
+                as in an existing folder, and no delta in a new folder.
             follow: read only, and follow the process that writes.
             config: settings.
         """
         self.folder, self._config = Path(folder), config
         self._adopting, self._deciding = threading.Lock(), threading.Lock()
-        self._replacing = threading.Lock()  # of documents whose passages are replaced
+        self._replacing = threading.Lock()  # while the passages of documents are replaced
         self._background = ThreadPoolExecutor(1, "compaction", faiss.omp_set_num_threads, (1,))
         self._compaction: Future[None] | None = None
         versions.current(folder, index, delta=delta)
         is_delta = versions.read_register(folder).delta
-        # What a delta opens in place of a version.
+        # A delta opens this in place of a version.
         self._empty = versions.open_empty(folder) if is_delta else None
         _with_current(folder, partial(self._open, follow=follow))
 
@@ -81,90 +81,97 @@ class LiveIndex:
         self._version, self.layout = version, opened.layout
 
     def _last_droppable(self) -> list[int]:
-        """Of each log the last record that may be dropped."""
-        found = versions.read_register(self.folder).unneeded_until
-        return [0] * len(found) if self._config.keep_documents else found
+        """Return the last record of each log that may be dropped."""
+        unneeded = versions.read_register(self.folder).unneeded_until
+        return [0] * len(unneeded) if self._config.keep_documents else unneeded
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return sum(len(each) for each in self.shards)
 
     @property
     def version(self) -> int:
-        """Number of the index version that searches start from."""
+        """Number of the index version that is open."""
         return self._version.number
 
     def snapshots(self) -> list[Snapshot]:
-        """All shards as of now; a batch of writes may show in one shard before another."""
+        """Return the current snapshots of all shards; a batch may be visible in one shard before another."""
         return [each.snapshot for each in self.shards]
 
     def upsert(
         self, documents: pa.Table, vectors: Shaped[ndarray, "..."], sources: pa.Table | None = None
     ) -> dict[int, WriteResult]:
-        """Write each document to its owner; outcomes by shard. See :meth:`LiveShard.upsert`.
+        """Write each document to the shard that owns it, see :meth:`LiveShard.upsert`.
 
-        `sources` are the documents whole: kept in the log where the settings say so.
-        Of an index of passages, `documents` has all passages of each document. Those of its earlier version
-        that are not among them are deleted next: when this returns, none is left. After a crash in between,
-        some are, until the write, which was not acknowledged, is sent again.
+        In an index of passages, `documents` must have all passages of each document. Earlier passages not
+        among them are then deleted, before this returns. After a crash in between, some remain until
+        the write, which was not acknowledged, is sent again.
+
+        Args:
+            documents: with the columns of the index.
+            vectors: one per document.
+            sources: complete documents, which the log keeps if `keep_documents` is set.
+
+        Returns:
+            Outcomes by shard.
         """
         if "doc_id" not in documents.column_names or len(vectors) != len(documents):
             raise DataError(
-                f"{len(documents)} documents and {len(vectors)} vectors, doc_id a column: pass these"
+                f"{len(documents)} documents and {len(vectors)} vectors: pass a column doc_id and one vector "
+                "per document"
             )
         doc_ids = documents["doc_id"].cast(pa.string()).fill_null("").to_pylist()
-        kept = sources if self._config.keep_documents else None
+        log_sources = sources if self._config.keep_documents else None
 
         def write(number: int, rows: Sequence[int]) -> WriteResult:
-            own = np.array(rows)
+            shard_rows = np.array(rows)
             return self.shards[number].upsert(
-                take_rows(documents, own), vectors[own], rows=rows, sources=kept
+                take_rows(documents, shard_rows), vectors[shard_rows], rows=rows, sources=log_sources
             )
 
         if not self.layout.passages:
             return self._route(doc_ids, write)
         if "document_id" not in documents.column_names:
-            raise DataError("this index holds passages: pass all of a document, with its id in document_id")
-        if self._empty is not None:  # one record, which replaces documents as a whole
+            raise DataError("this index has passages: pass all of a document, with its id in document_id")
+        if self._empty is not None:  # one record, which replaces all passages of its documents
             return self._route(doc_ids, write)
-        with self._replacing:  # or passages of one write could outlive a later one
+        with self._replacing:  # otherwise passages of one write could remain after a later one
             before = self._passages(documents["document_id"].unique().to_pylist())
-            written = self._route(doc_ids, write)
+            results = self._route(doc_ids, write)
             self._delete([*before - {*doc_ids}])
-        return written
+        return results
 
     def delete(self, doc_ids: Sequence[str]) -> dict[int, WriteResult]:
-        """Delete documents; outcomes by shard. DataError where a doc_id is not a non-empty string."""
-        wanted = checked_delete(doc_ids).doc_ids
+        """Delete documents and return outcomes by shard; raise a DataError if a doc_id is not valid."""
+        document_ids = checked_delete(doc_ids).doc_ids
         if not self.layout.passages:
-            return self._delete(wanted)
-        if self._empty is not None:  # any passage names its document, wherever the others are
-            return self._delete([passage_id(doc_id, 1) for doc_id in wanted])
+            return self._delete(document_ids)
+        if self._empty is not None:  # one passage is enough to name its document in the log
+            return self._delete([passage_id(doc_id, 1) for doc_id in document_ids])
         with self._replacing:
-            return self._delete([*self._passages(wanted)])
+            return self._delete([*self._passages(document_ids)])
 
     def _delete(self, rows: Sequence[str]) -> dict[int, WriteResult]:
-        """Delete rows by their ids."""
-        return self._route(rows, lambda number, own: self.shards[number].delete([rows[i] for i in own]))
+        return self._route(rows, lambda number, at: self.shards[number].delete([rows[i] for i in at]))
 
     def _passages(self, document_ids: Sequence[str]) -> set[str]:
         return {passage for each in self.shards for passage in each.passages(document_ids)}
 
-    # Writes go to the owner; reads ask every shard for the live document. Each process remembers different
-    # deleted documents, so followers may determine other owners than the writer does.
+    # Writes go to the owner; reads look in every shard for the live document. Processes remember different
+    # deleted documents, so followers may determine other owners than the writer.
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
-        """A document by its id, as of now."""
-        found = (each.get(doc_id) for each in self.shards)
-        return next((document for document in found if document is not None), None)
+        """Return the current document with this id; None if there is none."""
+        candidates = (each.get(doc_id) for each in self.shards)
+        return next((document for document in candidates if document is not None), None)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """A document's vector, as of now, as exact as the index keeps it."""
-        found = (each.vector(doc_id) for each in self.shards)
-        return next((vector for vector in found if vector is not None), None)
+        """Return the current vector of a document, as exact as the index keeps it; None if it is unknown."""
+        candidates = (each.vector(doc_id) for each in self.shards)
+        return next((vector for vector in candidates if vector is not None), None)
 
     def refresh(self) -> None:
-        """Follow the writing process: switch to its version if needed, then apply its writes."""
+        """Follow the writer: switch to the current version if needed, then apply acknowledged writes."""
 
         def follow(_: LiveVersion) -> None:
             self.adopt()
@@ -174,17 +181,17 @@ class LiveIndex:
         _with_current(self.folder, follow)
 
     def compact(self) -> Artifact | None:
-        """Write the next version and switch to it; None if there is nothing new."""
-        written = compaction.compact(
+        """Write the next version, switch to it and return it; None if there are no new writes."""
+        index = compaction.compact(
             self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
         )
         self.adopt()
-        return written
+        return index
 
     def adopt(self) -> bool:
-        """Switch to the current version, later or earlier; returns whether it was another one.
+        """Switch to the current version, which may be earlier, and return whether it is another one.
 
-        Compaction or `versions.activate`, in any process, make a version current.
+        Compaction or `versions.activate`, in any process, makes a version current.
         """
         with self._adopting:
             before = self._version
@@ -199,34 +206,34 @@ class LiveIndex:
         self._version, self.layout = version, opened.layout
 
     def require_claim(self) -> None:
-        """ArtifactError unless this process can write the logs of all shards, where it is not a follower."""
+        """Raise an ArtifactError if this is not a follower and cannot write the logs of all shards."""
         for each in self.shards:
             each.require_claim()
 
     def close(self) -> None:
-        """Close every shard, after waiting for a running compaction."""
+        """Wait for a running compaction, then close every shard."""
         self._background.shutdown()
         for each in self.shards:
             each.close()
 
     def _route(self, doc_ids: Sequence[str], send: Callable[[int, Sequence[int]], T]) -> dict[int, T]:
-        """Send each row to the shard that owns it, and again where a compaction moved documents meanwhile."""
-        sent: dict[int, T] = {}
-        for left in reversed(range(MAX_ATTEMPTS)):
-            known = [each.knows(doc_ids) for each in self.shards]
-            owner = np.array(owners(doc_ids, known, shards=len(self.shards)), np.int64)
+        """Send each row to the shard that owns it, and again if a compaction moved documents meanwhile."""
+        results: dict[int, T] = {}
+        for remaining in reversed(range(MAX_ATTEMPTS)):
+            memberships = [each.knows(doc_ids) for each in self.shards]
+            owner = np.array(owners(doc_ids, memberships, shards=len(self.shards)), np.int64)
             try:
                 for number in np.unique(owner).tolist():
-                    sent[number] = send(number, np.flatnonzero(owner == number).tolist())
+                    results[number] = send(number, np.flatnonzero(owner == number).tolist())
                 break
             except MovedError:
-                if not left:
+                if not remaining:
                     raise
         self._compact_if_due()
-        return sent
+        return results
 
     def _compact_if_due(self) -> None:
-        """In the background, one at a time."""
+        """Compact in the background, unless a compaction is running."""
         share = self._config.compact_at
         if share is None:
             return
@@ -236,14 +243,14 @@ class LiveIndex:
             now, rows = self.snapshots(), self._version.documents
             changed = sum(int(np.count_nonzero(~each.base_alive)) + len(each.live_alive) for each in now)
             if changed >= share * max(rows, 1):
-                # Should it fail, nothing has changed, and the next write tries again.
+                # If it fails, nothing has changed, and the next write starts another one.
                 self._compaction = self._background.submit(
                     log_failure, self.compact, f"{self.folder}: compaction"
                 )
 
 
 def _with_current(folder: str | Path, use: Callable[[LiveVersion], None]) -> None:
-    """Use the current version; again with the next one if it was replaced and its files removed meanwhile."""
+    """Use the current version; retry with the next one if it was replaced and deleted meanwhile."""
     while True:
         version = versions.current(folder)
         try:

@@ -1,4 +1,4 @@
-"""A shard of a live index: its log, its state, and who may write to it."""
+"""A shard of a live index: its log, its state, and the right to write to it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -29,18 +29,23 @@ from scalingnote.index.live.writes import (
 )
 from scalingnote.storage.shuffle import bucket_of
 
-MERGE_ROWS = 1024  # of a shard, searched exactly before they are merged into lists
+MERGE_ROWS = 1024  # rows of a shard from which the tail, which is searched exactly, is merged into lists
 
 
 class MovedError(DataError):
-    """A document was sent to a shard that does not own it: determine the owner again, and send it there."""
+    """A document was sent to a shard that does not own it; the sender must determine the owner again."""
 
 
 def owners(doc_ids: Sequence[str], known: Sequence[Sequence[bool]], *, shards: int) -> list[int]:
-    """Number of the shard that owns each document; `known` has the result of every :meth:`LiveShard.knows`.
+    """Return the number of the shard that owns each document.
 
-    A document stays in its shard; a new one belongs to the shard of its hash. So neither two writers nor a
-    delete between two upserts put a document into two shards.
+    A document stays in its shard; a new one belongs to the shard of its hash. So a document is never in two
+    shards, not even with two writers or after a deletion between two upserts.
+
+    Args:
+        doc_ids: of the documents.
+        known: results of :meth:`LiveShard.knows` of every shard.
+        shards: number of shards.
     """
     hashed = bucket_of(pa.array(doc_ids, pa.string()), shards).tolist()
     return [
@@ -50,7 +55,7 @@ def owners(doc_ids: Sequence[str], known: Sequence[Sequence[bool]], *, shards: i
 
 
 class LiveShard:
-    """A shard that takes writes. Threads may share it; a log has one writer and any number of followers."""
+    """A shard that accepts writes. Threads may share it; a log has one writer and any number of followers."""
 
     def __init__(
         self,
@@ -64,12 +69,12 @@ class LiveShard:
         """Open at the last acknowledged write.
 
         Args:
-            opened: the index version to start from.
+            opened: index version from which the shard starts.
             number: of the shard.
             folder: of the live index, with the shard's log.
-            needed: records above it are kept, for versions that may be activated again; None: those that the
-                version does not include.
-            follow: read only, and show the writes of another process.
+            needed: records above this number are kept, for versions that may be activated again; None: those
+                that the version does not include.
+            follow: read only, and apply the writes of another process.
 
         Raises:
             ConfigError: another process writes this log.
@@ -86,19 +91,19 @@ class LiveShard:
         try:
             self.refresh()
             self._state.forget()
-            if self._log is not None:  # a crash may have prevented this after a compaction
+            if self._log is not None:  # a crash may have prevented the deletion after a compaction
                 self._log.drop(through=after if needed is None else needed)
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return len(self.snapshot)
 
     @property
     def snapshot(self) -> Snapshot:
-        """The shard as of now; rows found in a snapshot are valid in that snapshot only."""
+        """Current snapshot of the shard; row numbers are only valid in the snapshot that returned them."""
         return self._state.snapshot
 
     def upsert(
@@ -109,21 +114,21 @@ class LiveShard:
         rows: Sequence[int] | None = None,
         sources: pa.Table | None = None,
     ) -> WriteResult:
-        """Write documents, replacing those with equal doc_ids; durable on return.
+        """Write documents durably, and replace those with equal doc_ids.
 
-        A row without a doc_id or a direction, or with invalid terms, is rejected. The others are written
-        atomically: after a crash all of them are there, or none.
+        A row without a doc_id, with a vector that is zero or not finite, or with invalid terms is rejected.
+        The others are written atomically: after a crash the log has all of them, or none.
 
         Args:
-            documents: with the columns of the index; where it holds terms, `terms` and `impacts` as in
-                storage.schema.SPARSE, or none; other columns are ignored.
-            vectors: one per document; scaled to unit length in an index that compares by cosine.
+            documents: with the columns of the index; if the index has terms, the columns `terms` and
+                `impacts` of storage.schema.SPARSE are optional; other columns are ignored.
+            vectors: one per document; they are scaled to unit length if the index compares by cosine.
             rows: numbers that name rejected rows without a doc_id; None: their positions.
-            sources: the documents whole, which the log keeps with them; in any order, also of rejected rows.
+            sources: complete documents for the log, in any order; may include those of rejected rows.
 
         Raises:
             DataError: columns or vectors have another type or shape than the index.
-            ArtifactError: the log cannot be written; writes that were not acknowledged may still be there.
+            ArtifactError: the log cannot be written; it may still contain writes without acknowledgement.
         """
         write, rejected = checked_upsert(
             documents,
@@ -137,53 +142,54 @@ class LiveShard:
         return WriteResult(self._write(write), write.documents.num_rows, rejected)
 
     def delete(self, doc_ids: Sequence[str]) -> WriteResult:
-        """Delete documents, ignoring unknown ids; durable on return."""
+        """Delete documents durably; unknown ids are ignored."""
         write = checked_delete(doc_ids)
         return WriteResult(self._write(write), len(write.doc_ids))
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
-        """A document by its id, as of now."""
+        """Return the current document with this id; None if there is none."""
         snapshot, row = self._state.find(doc_id)
         return None if row < 0 else snapshot.document(row)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """A document's vector as of now, as exact as the index keeps it; None where it is unknown."""
+        """Return the current vector of a document, as exact as the index keeps it; None if it is unknown."""
         snapshot, row = self._state.find(doc_id)
         if row < 0:
             return None
         segment = next(s for s in reversed(snapshot.segments) if s.first_row <= row)
-        found: ndarray = ivf.vectors(segment.lists.kept, np.array([row - segment.first_row]))[0]
-        return found
+        vector: ndarray = ivf.vectors(segment.lists.kept, np.array([row - segment.first_row]))[0]
+        return vector
 
     def passages(self, document_ids: Sequence[str]) -> list[str]:
-        """The ids of all passages of documents, as of now: what a crash has left of an earlier update, too.
+        """Return the current ids of all passages of documents, including remains of an update after a crash.
 
-        Two columns are read whole, 10 ms for a million passages, where encoding one takes longer.
+        This reads two complete columns. It takes 10 ms for a million passages, less than encoding one
+        passage.
         """
-        snapshot, wanted = self.snapshot, pa.array(document_ids, pa.string())
-        found: list[str] = []
+        snapshot, id_array = self.snapshot, pa.array(document_ids, pa.string())
+        passage_ids: list[str] = []
         for segment in snapshot.segments:
-            rows = pc.is_in(segment.documents["document_id"], value_set=wanted)
+            rows = pc.is_in(segment.documents["document_id"], value_set=id_array)
             if segment.alive is not None:
                 rows = pc.and_(rows, pa.array(segment.alive.rows))
-            found += segment.documents["doc_id"].filter(rows).to_pylist()
-        return found
+            passage_ids += segment.documents["doc_id"].filter(rows).to_pylist()
+        return passage_ids
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:
-        """Which documents are in this shard, or were since it was opened or last changed version."""
+        """Return for each document whether it is in this shard, or was since the last change of version."""
         return self._state.knows(doc_ids)
 
     def refresh(self) -> int:
-        """Apply all acknowledged records; returns their number. A writer does so only when it opens."""
+        """Apply all acknowledged records and return their number; a writer needs this only when it opens."""
         with self._commit:
             return self._catch_up(self._state)
 
     def merge(self) -> int:
-        """Move the rows that are searched exactly into lists now; returns their number."""
+        """Move the rows of the tail into lists now, and return their number."""
         return self._state.merge()
 
     def rebase(self, opened: OpenVersion, *, needed: int | None = None) -> None:
-        """Switch to another index version, later or earlier, while searches go on.
+        """Switch to another index version, later or earlier, during searches.
 
         Args:
             opened: the version; records of the log that it does not include are replayed.
@@ -192,7 +198,7 @@ class LiveShard:
         state = LiveState(opened, self._number)
         self._catch_up(state)
         state.merge()
-        with self._commit, self._order:  # no write may come between
+        with self._commit, self._order:  # blocks writes
             if self._log is not None and self._waiting:
                 self._log.sync()
                 self._waiting = []
@@ -205,19 +211,19 @@ class LiveShard:
             self._log.drop(through=opened.included[self._number] if needed is None else needed)
 
     def require_claim(self) -> None:
-        """ArtifactError unless this process can write the log, where it is not a follower."""
+        """Raise an ArtifactError if this is not a follower and cannot write the log."""
         if self._log is not None:
             self._log.require_claim()
 
     def close(self) -> None:
-        """Stop writing and merging; existing snapshots can still be searched."""
+        """Stop writes and merges; existing snapshots can still be searched."""
         with self._commit:
             self._background.shutdown()
             if self._log is not None:
                 self._log.close()
 
     def _write(self, write: Upsert | Delete) -> int:
-        """Log a write, make it durable and visible; returns its number in the log."""
+        """Log a write, make it durable and visible, and return its number in the log."""
         if self._log is None:
             raise ConfigError(f"this shard follows {self._folder}: send writes to the process that writes it")
         if not write.doc_ids:
@@ -229,7 +235,7 @@ class LiveShard:
             sequence = self._log.append(payload)
             self._waiting.append((sequence, write))
         with self._commit:
-            if self.snapshot.sequence < sequence:  # else another thread's sync included it
+            if self.snapshot.sequence < sequence:  # otherwise the sync of another thread included it
                 with self._order:
                     group, self._waiting = self._waiting, []
                 self._log.sync()
@@ -238,13 +244,13 @@ class LiveShard:
         return sequence
 
     def _require_owned(self, doc_ids: Sequence[str]) -> None:
-        """MovedError if the sender determined the owners before this shard forgot deleted documents."""
+        """Raise a MovedError if this shard forgot documents after the sender determined the owners."""
         hashed = owners(doc_ids, [], shards=self._layout.shards)
-        for doc_id, owner, known in zip(doc_ids, hashed, self.knows(doc_ids), strict=True):
-            if owner != self._number and not known:
+        for doc_id, owner, is_known in zip(doc_ids, hashed, self.knows(doc_ids), strict=True):
+            if owner != self._number and not is_known:
                 raise MovedError(
                     f"doc_id {doc_id!r} belongs to shard {owner}, not {self._number}: "
-                    "ask the shards who owns it"
+                    "determine its owner again"
                 )
 
     def _catch_up(self, state: LiveState) -> int:
@@ -255,10 +261,10 @@ class LiveShard:
         return state.snapshot.sequence - before
 
     def _merge_if_long(self) -> None:
-        """In the background, one at a time."""
+        """Merge in the background, unless a merge is running."""
         idle = self._merge is None or self._merge.done()
         if idle and len(self.snapshot.tail) >= MERGE_ROWS:
-            # Should it fail, the rows are still searched exactly, and the next write tries again.
+            # If it fails, the rows are still searched exactly, and the next write starts another merge.
             self._merge = self._background.submit(log_failure, self.merge, f"{self._folder}: merging")
 
 

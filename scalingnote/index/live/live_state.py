@@ -1,15 +1,15 @@
-"""A live shard in memory: the state that writes lead to, and snapshots of it that are searched.
+"""A live shard in memory: the state after all writes, and snapshots of it for searches.
 
     writes ─apply─► tail, dead rows ─► a new snapshot          (microseconds, one writer at a time)
-    tail   ─merge─► lists of the live rows ─► a new snapshot   (in the background, beside the searches)
+    tail   ─merge─► lists of the live rows ─► a new snapshot   (in the background, during searches)
 
     base rows 0 … B-1      lists of the index version, never changed
     live rows B … B+M-1    lists merged from earlier writes
               B+M … B+L-1  the tail: the latest writes, compared one by one
 
-A snapshot always shows the same documents, each at most once, in its last version as of `sequence`,
-regardless of later writes, merges and compactions. The same writes, applied in the order of their numbers,
-give the same state in every process.
+A snapshot always has the same documents, each at most once and as of log record `sequence`, regardless of
+later writes, merges and compactions. The same writes, applied in the order of their numbers, give the same
+state in every process.
 """
 
 import threading
@@ -37,11 +37,11 @@ from scalingnote.storage import arrow
 from scalingnote.storage.arrow import StoredRows, take_rows
 from scalingnote.storage.schema import document_of
 
-REPLAY_BATCH = 256  # records applied at once
+REPLAY_BATCH = 256  # number of records applied at once
 
 
 class Segment(NamedTuple):
-    """Vectors that are scanned together, and their documents; rows of the shard from `first_row` on.
+    """Vectors that are scanned together, and their documents: rows of the shard from `first_row` on.
 
     `alive` marks rows that were not deleted or replaced; None: all.
     """
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A shard as of log record `sequence`. Threads may share one."""
+    """A shard as of log record `sequence`. Threads may share one instance."""
 
     sequence: int
     base: Shard
@@ -63,49 +63,51 @@ class Snapshot:
     chunks: tuple[pa.RecordBatch, ...]  # documents of the live rows
     merged: ivf.Lists
     tail: Float[ndarray, "tail dim"]
-    postings: tuple[Postings, ...] = ()  # terms of the live rows, where documents have terms
+    postings: tuple[Postings, ...] = ()  # terms of the live rows, if documents have terms
 
     def __len__(self) -> int:
-        """Number of documents, without rows that were deleted or replaced."""
+        """Return the number of documents, without rows that were deleted or replaced."""
         return int(np.count_nonzero(self.base_alive) + np.count_nonzero(self.live_alive))
 
     @property
     def rows(self) -> int:
-        """Number of rows, with those that were deleted or replaced."""
+        """Number of rows, including those that were deleted or replaced."""
         return len(self.base_alive) + len(self.live_alive)
 
     @property
     def alive(self) -> Bool[ndarray, " rows"]:
-        """Which rows were not deleted or replaced."""
+        """Mask of the rows that were not deleted or replaced."""
         return np.concatenate([self.base_alive, self.live_alive])
 
     @property
     def term_segments(self) -> tuple[Postings, ...]:
-        """Terms of all rows, in order; empty where the index holds no terms."""
+        """Terms of all rows, in order; empty if the index has no terms."""
         return () if self.base.postings is None else (self.base.postings, *self.postings)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Segments for a search by vectors."""
-        base, merged, live = len(self.base_alive), len(self.merged), self.live_documents
-        found = [Segment(0, self.base.lists, _some(self.base_alive), self.base.documents)]
-        if merged:
-            found.append(Segment(base, self.merged, _some(self.live_alive[:merged]), live[:merged]))
+        base, merged_rows, live = len(self.base_alive), len(self.merged), self.live_documents
+        segments = [Segment(0, self.base.lists, _some(self.base_alive), self.base.documents)]
+        if merged_rows:
+            segments.append(
+                Segment(base, self.merged, _some(self.live_alive[:merged_rows]), live[:merged_rows])
+            )
         if len(self.tail):
-            alive = _some(self.live_alive[merged:])
-            found.append(Segment(base + merged, self._exact, alive, live[merged:]))
-        return tuple(found)
+            alive = _some(self.live_alive[merged_rows:])
+            segments.append(Segment(base + merged_rows, self._exact, alive, live[merged_rows:]))
+        return tuple(segments)
 
     def documents(self, rows: Sequence[int] | Integer[ndarray, " rows"]) -> pa.Table:
-        """Documents of rows, in order; a dead row still has its document."""
-        wanted = np.asarray(rows, np.int64)
-        outside = wanted[(wanted < 0) | (wanted >= self.rows)]
+        """Return the documents of rows, in this order; a dead row still has its document."""
+        numbers = np.asarray(rows, np.int64)
+        outside = numbers[(numbers < 0) | (numbers >= self.rows)]
         if len(outside):
-            raise SearchError(f"no row {outside[0]}: there are {self.rows}")
-        return take_rows(pa.concat_tables([self.base.documents, self.live_documents]), wanted)
+            raise SearchError(f"no row {outside[0]}: this shard has {self.rows} rows, counted from 0")
+        return take_rows(pa.concat_tables([self.base.documents, self.live_documents]), numbers)
 
     def document(self, row: int) -> dict[str, Any]:
-        """The document of an existing row, in the form of a search result."""
+        """Return the document of an existing row, in the form of a search result."""
         first = len(self.base_alive)
         return self.base.rows[row] if row < first else self._live_stored[row - first]
 
@@ -120,32 +122,33 @@ class Snapshot:
 
     @cached_property
     def _exact(self) -> ivf.Lists:
-        """The tail as a flat index, built by the first search: most snapshots are never searched."""
-        kept = faiss.IndexFlatIP(self.tail.shape[1])
-        kept.add(self.tail)
-        return ivf.Lists(None, kept, self.base.lists.coarse)
+        """Tail as a flat index, built by the first search, because most snapshots are never searched."""
+        flat = faiss.IndexFlatIP(self.tail.shape[1])
+        flat.add(self.tail)
+        return ivf.Lists(None, flat, self.base.lists.coarse)
 
 
 def _some(alive: Bool[ndarray, " rows"]) -> ivf.RowMask | None:
-    """None where all are alive: a scan without a mask is faster."""
+    """Return None if all rows are alive, because a scan without a mask is faster."""
     return None if alive.all() else ivf.RowMask(alive)
 
 
 class LiveState:
-    """State of a shard in memory; its snapshots follow the writes applied to it."""
+    """State of a shard in memory; each write that is applied gives a new snapshot."""
 
     def __init__(self, opened: OpenVersion, number: int) -> None:
-        """Start from a shard of a version, which includes the writes that the version does.
+        """Start from a shard of a version and the writes that the version includes.
 
-        Where the version asks for whole documents, a write ends all passages of each document that it names
-        one of, whatever version they are in: that of a delta, whose log alone says what is written.
+        If the version has `whole_documents`, a write ends all earlier passages of each document that it
+        names. This is the case for a delta, because only its log defines the passages of a document.
         """
         base, quantizer = opened.shard(number), opened.quantizer
-        self._passages: dict[str, list[str]] | None = {} if opened.whole_documents else None  # of documents
+        # Passages of each document.
+        self._passages: dict[str, list[str]] | None = {} if opened.whole_documents else None
         self._base = base.rows
-        # Rows of the base whose documents belong to this shard.
+        # Rows of the base with documents that belong to this shard.
         self._known = np.ones(len(base.documents), bool)
-        self._live_rows: dict[str, int] = {}  # counted from 0; -1 where the document was deleted again
+        self._live_rows: dict[str, int] = {}  # counted from 0; -1 if the document was deleted again
         self._tail = np.empty((0, base.lists.coarse.d), np.float32)  # with spare capacity
         self._lock, self._merging = threading.Lock(), threading.Lock()
         self.snapshot = Snapshot(
@@ -159,9 +162,9 @@ class LiveState:
         )
 
     def apply(self, writes: Sequence[tuple[int, Upsert | Delete]]) -> None:
-        """Apply numbered writes in order; the next snapshot shows all of them at once.
+        """Apply numbered writes in order and make one new snapshot, which has all of them.
 
-        Writes that the snapshot includes already are skipped.
+        Writes that the snapshot already includes are skipped.
         """
         with self._lock:
             now = self.snapshot
@@ -173,9 +176,9 @@ class LiveState:
             for _, write in writes:
                 base_rows = self._base.find(write.doc_ids)
                 dead_base += base_rows[base_rows >= 0].tolist()
-                ended = [doc_id for doc_id in self._ending_ids(write) if doc_id in self._live_rows]
-                dead_live += [row for doc_id in ended if (row := self._live_rows[doc_id]) >= 0]
-                self._live_rows |= dict.fromkeys(ended, -1)
+                ended_ids = [doc_id for doc_id in self._ending_ids(write) if doc_id in self._live_rows]
+                dead_live += [row for doc_id in ended_ids if (row := self._live_rows[doc_id]) >= 0]
+                self._live_rows |= dict.fromkeys(ended_ids, -1)
                 if isinstance(write, Upsert):
                     self._live_rows |= {doc_id: rows + i for i, doc_id in enumerate(write.doc_ids)}
                     rows += write.documents.num_rows
@@ -197,13 +200,13 @@ class LiveState:
             )
 
     def catch_up(self, log: Path, *, until: int) -> None:
-        """Apply the records of a log that the state lacks, up to record `until`."""
+        """Apply the records of a log that the state does not include, up to record `until`."""
         writes = logged_writes(log, after=self.snapshot.sequence, until=until)
         while group := [*islice(writes, REPLAY_BATCH)]:
             self.apply(group)
 
     def find(self, doc_id: str) -> tuple[Snapshot, int]:
-        """The newest snapshot, and the document's row in it; -1 where it has none."""
+        """Return the newest snapshot and the document's row in it, -1 if it has none."""
         with self._lock:
             now = self.snapshot
             live = self._live_rows.get(doc_id, -1)
@@ -213,40 +216,40 @@ class LiveState:
             return now, row if row >= 0 and now.base_alive[row] else -1
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:
-        """Which of these documents are in this shard, or were since :meth:`forget`."""
+        """Return for each document whether it is in this shard, or was since :meth:`forget`."""
         rows = self._base.find(doc_ids)
         with self._lock:
-            known = (rows >= 0) & self._known[rows] if len(self._known) else rows >= 0
+            in_base = (rows >= 0) & self._known[rows] if len(self._known) else rows >= 0
             return [
-                bool(base) or doc_id in self._live_rows for base, doc_id in zip(known, doc_ids, strict=True)
+                bool(base) or doc_id in self._live_rows for base, doc_id in zip(in_base, doc_ids, strict=True)
             ]
 
     def forget(self) -> None:
         """Forget deleted documents: from now on they belong to the shard of their hash.
 
-        Must be called before the first :meth:`knows`. The documents that belong to a shard then depend on the
-        writes only, not on the version that it is opened from: a version may still have rows of a document
-        that was deleted, forgotten and written to another shard since.
+        This must be called before the first :meth:`knows`. The documents that belong to a shard then depend
+        only on the writes, and not on the version from which it was opened: a version may still have rows of
+        a document that was since deleted, forgotten and written to another shard.
         """
         with self._lock:
             self._known = self.snapshot.base_alive
             self._live_rows = {doc_id: row for doc_id, row in self._live_rows.items() if row >= 0}
 
     def merge(self) -> int:
-        """Move the current tail into lists while writes and searches go on; returns the rows moved."""
+        """Move the current tail into lists, also during writes and searches; return the number of rows."""
         with self._merging:
             before = self.snapshot
-            moved = len(before.tail)
-            if moved:
-                merged = ivf.copy_lists(before.merged)  # the original is being searched
-                ivf.add(merged, before.tail)
+            count = len(before.tail)
+            if count:
+                lists = ivf.copy_lists(before.merged)  # the original is being searched
+                ivf.add(lists, before.tail)
                 with self._lock:
-                    self._tail = self.snapshot.tail[moved:].copy()
-                    self.snapshot = replace(self.snapshot, merged=merged, tail=self._tail)
-            return moved
+                    self._tail = self.snapshot.tail[count:].copy()
+                    self.snapshot = replace(self.snapshot, merged=lists, tail=self._tail)
+            return count
 
     def _ending_ids(self, write: Upsert | Delete) -> list[str]:
-        """Ids of the rows that a write ends; `_passages` are then those that it leaves."""
+        """Return the ids of the rows that a write ends, and update `_passages`."""
         if self._passages is None:
             return write.doc_ids
         owners = [document_of(doc_id) for doc_id in write.doc_ids]
@@ -259,18 +262,18 @@ class LiveState:
     def _extend(
         self, tail: Float[ndarray, "rows dim"], vectors: Float[ndarray, "new dim"]
     ) -> Float[ndarray, "more dim"]:
-        """Append rows to the tail. Snapshots see only their own rows, so memory behind these may change."""
+        """Append rows to the tail. Snapshots use only their own rows, so memory after these may change."""
         stop = len(tail) + len(vectors)
         if stop > len(self._tail):
-            grown = np.empty((max(2 * stop, 64), tail.shape[1]), np.float32)
-            grown[: len(tail)] = tail
-            self._tail = grown
+            larger = np.empty((max(2 * stop, 64), tail.shape[1]), np.float32)
+            larger[: len(tail)] = tail
+            self._tail = larger
         self._tail[len(tail) : stop] = vectors
         return self._tail[:stop]
 
 
 def _without(alive: Bool[ndarray, " rows"], dead: Sequence[int]) -> Bool[ndarray, " rows"]:
-    """A copy without dead rows, as older snapshots keep theirs; the array itself where none died."""
+    """Mark rows as dead, in a copy because older snapshots use the array; without dead rows return it."""
     if dead:
         alive = alive.copy()
         alive[list(dead)] = False
@@ -279,7 +282,7 @@ def _without(alive: Bool[ndarray, " rows"], dead: Sequence[int]) -> Bool[ndarray
 
 def _append(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:
     """Append a chunk; each is full or at least twice as long as the next, so rows are rarely copied."""
-    left, most = list(chunks), arrow.BATCH_BYTES
-    while left and left[-1].num_rows < 2 * batch.num_rows and left[-1].nbytes + batch.nbytes <= most:
-        batch = pa.concat_batches([left.pop(), batch])
-    return (*left, batch) if batch.num_rows else tuple(left)
+    stack, most = list(chunks), arrow.BATCH_BYTES
+    while stack and stack[-1].num_rows < 2 * batch.num_rows and stack[-1].nbytes + batch.nbytes <= most:
+        batch = pa.concat_batches([stack.pop(), batch])
+    return (*stack, batch) if batch.num_rows else tuple(stack)

@@ -1,25 +1,26 @@
-"""Versions of a live index: the built one and those that compaction wrote; one of them is current.
+"""Versions of a live index: the built one and those that compaction wrote. One of them is current.
 
-folder/versions.json    the register: which versions are kept, and which is current
-folder/versions/00001   an index artifact whose live.json says what it includes
-folder/shard-00000      the log of a shard, as far back as the oldest version kept needs it
+folder/versions.json    the register: the versions that are kept, and the current one
+folder/versions/00001   an index artifact; its live.json states the records that it includes
+folder/shard-00000      the log of a shard, from the first record that a kept version needs
 
-The log defines the documents, a version only stores them up to some record. With the log after that record,
-every version kept gives the same documents, so any of them may become current at any time. The register is
-replaced as a whole: after a kill there is the old one or the new one. Files that it no longer names are
-removed only after it is durable.
+The log defines the documents, and a version only stores them up to some record. With the log after that
+record, every kept version gives the same documents, so any of them may become current at any time. The
+register is replaced atomically: after a kill the folder has the old one or the new one. Files of versions
+that are no longer listed are deleted only after the new register is durable.
 
-Of a large index that searchers only read, writes lie beside it, in a *delta*:
+If searchers only read a large index, its writes are in a *delta*:
 
-    large index    versions of the register, searched by groups of searchers      ┐ one ranking
-    delta          one shard with one log, empty at first, trained as the index   ┘
+    large index    versions of the register, searched by groups of searchers        ┐ one ranking
+    delta          one shard with one log, at first empty, with the same quantizer  ┘
 
 A document of the large index that was written or deleted since is *overridden*: its rows there are hidden,
-whatever the delta has of it. So the state as of a log record is the large index without the documents that
-records up to it name, and the delta as of this record. Every process that reads the log finds the same.
+also if the delta does not have it. So the state as of a log record is the large index without the documents
+that records up to this one name, and the delta as of this record. It is the same in every process that reads
+the log.
 
-The shard of a delta starts from an index without documents, which has quantizer, settings and columns of the
-large one: scores of both compare as those of two shards do.
+The shard of a delta starts from an index without documents, which has the quantizer, settings and columns of
+the large index. Therefore their scores are comparable, like the scores of two shards.
 """
 
 import fcntl
@@ -49,74 +50,75 @@ from scalingnote.storage.manifest import read_manifest
 
 LIVE = "live.json"  # a part of the index artifacts that compaction writes
 REGISTER_FILE = "versions.json"
-EMPTY = "empty"  # folder of the index without documents, beside the register of a delta
+EMPTY = "empty"  # folder of the index without documents, next to the register of a delta
 
 
 @dataclass(frozen=True)
 class LiveVersion:
-    """An index version; `origin` is the digest of the index that was built, the same for all of them."""
+    """An index version; `origin` is the digest of the built index, which all versions share."""
 
     number: int
     uri: str
     origin: str
     documents: int
     created: str  # in UTC
-    included: tuple[int, ...]  # of each shard's log, the record up to which its writes are in
+    included: tuple[int, ...]  # last record of each log that this version includes
 
     def open(self) -> Artifact:
-        """The artifact."""
+        """Open the artifact."""
         return open_artifact(self.uri, kind="index")
 
 
 @dataclass(frozen=True)
 class Register:
-    """Versions, ordered by when they were last made current; the last one is current."""
+    """Versions in the order in which they last became current; the last one is current."""
 
     kept: tuple[LiveVersion, ...]
     last: int  # the highest number that a version ever had
-    delta: bool = False  # whether writes lie beside the versions, see above
+    delta: bool = False  # whether writes are in a delta, see above
 
     @property
     def current(self) -> LiveVersion:
-        """The version to open."""
+        """Version to open."""
         return self.kept[-1]
 
     @property
     def unneeded_until(self) -> list[int]:
-        """Last record of each log that no version kept needs."""
+        """Last record of each log that no kept version needs."""
         return [min(records) for records in zip(*(each.included for each in self.kept), strict=True)]
 
     def activate(self, version: LiveVersion) -> "Register":
-        """Make this version, which may be new, the current one."""
+        """Return a register in which this version, which may be new, is current."""
         others = tuple(each for each in self.kept if each.number != version.number)
         return replace(self, kept=(*others, version), last=max(self.last, version.number))
 
 
 @dataclass(frozen=True)
 class ListedVersion(LiveVersion):
-    """A version as :func:`listing` describes it."""
+    """A version with its status, from :func:`listing`."""
 
     current: bool
-    log_kept: bool  # whether the log since is complete, so that it can be activated
+    log_kept: bool  # whether the log after it is complete, so that it can be activated
 
 
 def current(folder: str | Path, index: str | None = None, *, delta: bool | None = None) -> LiveVersion:
-    """The version to open.
+    """Return the version to open; the first call creates the register.
 
     Args:
         folder: of the live index.
-        index: artifact that was built; needed the first time, later only checked.
-        delta: whether writes lie beside the versions; later only checked. None: as the folder says, else not.
+        index: artifact that was built; required the first time, later only checked.
+        delta: whether writes are in a delta; later only checked. None: like the folder, and no delta in a new
+            folder.
 
     Raises:
-        ArtifactError: the folder holds writes to another index.
-        ConfigError: `delta` is not what the folder was made with.
+        ArtifactError: the folder has writes to another index.
+        ConfigError: `delta` differs from the folder.
     """
     built = None if index is None else open_artifact(index, kind="index")
     if built is not None and not register_exists(folder):
         make_folder(Path(folder))
         with (Path(folder) / f"{REGISTER_FILE}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that try at once, one writes; released by closing
+            fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several processes writes; closing releases it
             if not register_exists(folder):
                 first = version_of(0, built, delta=bool(delta))
                 write_register(folder, Register((first,), 0, bool(delta)))
@@ -124,84 +126,91 @@ def current(folder: str | Path, index: str | None = None, *, delta: bool | None 
     if delta is not None and delta != register.delta:
         has, lacks = ("a delta", "no delta") if register.delta else ("no delta", "a delta")
         raise ConfigError(
-            f"{folder} was made with {has} beside its index, and is opened with {lacks}: set "
-            f"serve.live.delta to {str(register.delta).lower()}, or name a new folder"
+            f"{folder} was created with {has}, and is opened with {lacks}: set serve.live.delta to "
+            f"{str(register.delta).lower()}, or name a new folder"
         )
-    found = register.current
-    origin = found.origin if built is None else version_of(0, built, delta=register.delta).origin
-    if origin != found.origin:
+    version = register.current
+    origin = version.origin if built is None else version_of(0, built, delta=register.delta).origin
+    if origin != version.origin:
         raise ArtifactError(
-            f"{folder} holds writes to index {found.origin[:12]}, {index} is {origin[:12]}: "
+            f"{folder} has writes to index {version.origin[:12]}, {index} is {origin[:12]}: "
             "name the folder of this index, or a new one"
         )
-    return found
+    return version
 
 
 def listing(folder: str | Path) -> list[ListedVersion]:
-    """All versions kept, by number."""
-    found = read_register(folder)
+    """Return all kept versions, sorted by number."""
+    register = read_register(folder)
     return [
-        ListedVersion(**vars(each), current=each == found.current, log_kept=_log_kept(folder, each))
-        for each in sorted(found.kept, key=lambda each: each.number)
+        ListedVersion(**vars(each), current=each == register.current, log_kept=_log_kept(folder, each))
+        for each in sorted(register.kept, key=lambda each: each.number)
     ]
 
 
 def activate(folder: str | Path, number: int, *, checked: bool = False) -> LiveVersion:
-    """Make a kept version the current one, durably, after reading and checking its files.
+    """Read and check the files of a kept version, and make it durably the current one.
 
-    Open indexes switch to it by `adopt`. `checked`: its files were read, by the searchers that opened them.
+    Open indexes switch to it by `adopt`.
+
+    Args:
+        folder: of the live index.
+        number: of the version.
+        checked: whether its files were checked already, by the searchers that opened them.
 
     Raises:
         ConfigError: the version is not kept, or another process compacts the index.
-        ArtifactError: a file is damaged, or a record written since the version is gone.
+        ArtifactError: a file is damaged, or a record after the version was dropped.
     """
     with register_lock(folder):
-        found, version = read_register(folder), kept_version(folder, number)
+        register, version = read_register(folder), kept_version(folder, number)
         if not _log_kept(folder, version):
             raise ArtifactError(
-                f"version {number} of {folder} cannot be activated: records that were written since are gone"
+                f"version {number} of {folder} cannot be activated: later records of the log were dropped"
             )
         if not checked:
             check(version.open())
-        # A killed compaction's draft, based on another version.
-        fs.delete(default_path(folder, found.last + 1))
-        write_register(folder, found.activate(version))
+        # The draft of a killed compaction was based on another version.
+        fs.delete(default_path(folder, register.last + 1))
+        write_register(folder, register.activate(version))
     get_logger("index").info("version %d of %s is current", number, folder)
     return version
 
 
 def kept_version(folder: str | Path, number: int) -> LiveVersion:
-    """The version with this number; ConfigError where the folder keeps none."""
-    kept = {each.number: each for each in read_register(folder).kept}
-    if number not in kept:
-        raise ConfigError(f"{folder} keeps no version {number}: it keeps {', '.join(map(str, sorted(kept)))}")
-    return kept[number]
+    """Return the version with this number; raise a ConfigError if the folder does not keep it."""
+    by_number = {each.number: each for each in read_register(folder).kept}
+    if number not in by_number:
+        raise ConfigError(
+            f"{folder} keeps no version {number}: it keeps {', '.join(map(str, sorted(by_number)))}"
+        )
+    return by_number[number]
 
 
 def check(index: Artifact) -> None:
-    """Read every file of a version; ArtifactError where one differs from its manifest."""
+    """Read every file of a version; raise an ArtifactError if one differs from the manifest."""
     for name in index.names():
         index.file(name)
 
 
 def make_current(folder: str | Path, version: LiveVersion, *, keep: int) -> None:
-    """Make a new version the current one, durably; then remove all but the `keep` that were current last."""
+    """Make a new version durably the current one, then delete all but the last `keep` current versions."""
     register = read_register(folder).activate(version)
     write_register(folder, replace(register, kept=register.kept[-keep:]))
     delete_unlisted(folder)
 
 
 def delete_unlisted(folder: str | Path) -> None:
-    """Remove the folders of versions that are no longer kept; what processes have mapped stays readable."""
-    found = read_register(folder)
-    kept = {each.number for each in found.kept}
+    """Delete the folders of versions that are no longer kept; files that are mapped remain readable."""
+    register = read_register(folder)
+    kept_numbers = {each.number for each in register.kept}
     for path in Path(folder).glob("versions/[0-9][0-9][0-9][0-9][0-9]"):
-        if 0 < int(path.name) <= found.last and int(path.name) not in kept:
+        if 0 < int(path.name) <= register.last and int(path.name) not in kept_numbers:
             shutil.rmtree(path)
 
 
 def version_of(number: int, index: Artifact, *, delta: bool = False) -> LiveVersion:
-    """The entry of an index artifact in the register; that of a delta has one log, whatever the shards."""
+    """Build the entry of an index artifact in the register; with a delta it has only one log."""
     live = live_content(index, delta=delta)
     return LiveVersion(
         number=number,
@@ -214,25 +223,26 @@ def version_of(number: int, index: Artifact, *, delta: bool = False) -> LiveVers
 
 
 def log_folder(folder: str | Path, number: int) -> Path:
-    """Folder of a shard's log."""
+    """Return the folder of a shard's log."""
     return Path(folder) / f"shard-{number:05d}"
 
 
 def live_content(index: Artifact, *, delta: bool) -> dict[str, Any]:
-    """What compaction states of a version, in the form of `live.json`.
+    """Return the contents of `live.json` of a version.
 
-    Of an index that was built, which has none, and of a version of the other kind, whose logs are others.
+    For a built index, which has no such file, and for a version with other logs (with a delta instead of
+    without, or the reverse), the contents are those of a version that includes no records.
     """
     if LIVE in index.manifest.parts:
-        found: dict[str, Any] = index.read_json(LIVE)
-        if found.get("delta", False) == delta:
-            return found
+        content: dict[str, Any] = index.read_json(LIVE)
+        if content.get("delta", False) == delta:
+            return content
     logs = 1 if delta else shard.open_layout(index).shards
     return {"origin": index.digest, "included": [0] * logs, "written": 0}
 
 
 def open_empty(folder: str | Path) -> Artifact:
-    """The index without documents that a delta starts from; the first process that asks writes it."""
+    """Open the index without documents from which a delta starts; the first process writes it."""
     uri = fs.absolute(fs.join(str(folder), EMPTY))
     if read_manifest(uri) is not None:
         return open_artifact(uri, kind="index")
@@ -258,11 +268,11 @@ def open_empty(folder: str | Path) -> Artifact:
 
 
 class OpenVersion:
-    """A version whose shards are opened one by one.
+    """A version with shards that are opened one by one.
 
     Args:
         version: of a register.
-        index: whose shards are opened; None: those of the version, of a delta those of its empty index.
+        index: artifact that has the shards, for a delta its empty index; None: that of the version.
     """
 
     def __init__(self, version: LiveVersion, index: Artifact | None = None) -> None:
@@ -270,19 +280,19 @@ class OpenVersion:
         self.config = IndexConfig.model_validate(self.index.manifest.config)
         self.included = list(version.included)
         self.layout = shard.open_layout(self.index)
-        # Of a delta the log alone says which passages of a document are there, see LiveState.
+        # Only the log of a delta defines the passages of a document, see LiveState.
         self.whole_documents = index is not None and self.layout.passages
         self._coarse = shard.open_coarse(self.index)
 
     @cached_property
     def quantizer(self) -> families.Quantizer:
-        """What the shards share, from the smallest shard, emptied."""
+        """Quantizer that the shards share, made from the smallest shard by removing its rows."""
         rows = self.index.rows_of(map(shard.documents_file, range(self.layout.shards)))
         smallest = min(range(self.layout.shards), key=[*rows.values()].__getitem__)
         lists = self.shard(smallest).lists
-        for stored in (lists.index, lists.kept):
-            if stored is not None:
-                stored.reset()
+        for index in (lists.index, lists.kept):
+            if index is not None:
+                index.reset()
         return families.Quantizer(
             self.index.read_bytes(shard.COARSE),
             None if lists.index is None else families.dump_lists(lists.index),
@@ -290,7 +300,7 @@ class OpenVersion:
         )
 
     def shard(self, number: int) -> Shard:
-        """Shard `number`, open."""
+        """Open shard `number`."""
         return shard.open_shard(self.index, number, layout=self.layout, coarse=self._coarse)
 
 
@@ -300,41 +310,43 @@ def _log_kept(folder: str | Path, version: LiveVersion) -> bool:
 
 
 def default_path(folder: str | Path, number: int) -> str:
-    """Where compaction writes a version."""
+    """Return the path of a version that compaction writes."""
     return fs.absolute(fs.join(str(folder), "versions", f"{number:05d}"))
 
 
 def register_exists(folder: str | Path) -> bool:
-    """Whether an index was ever opened there for writing."""
+    """Return whether an index was ever opened for writing in this folder."""
     return (Path(folder) / REGISTER_FILE).exists()
 
 
 def read_register(folder: str | Path) -> Register:
-    """The register of a folder; ArtifactError where there is none."""
+    """Read the register of a folder; raise an ArtifactError if there is none."""
     if not register_exists(folder):
-        raise ArtifactError(f"{folder} has no {REGISTER_FILE}: no index was opened there for writing")
+        raise ArtifactError(
+            f"{folder} has no {REGISTER_FILE}: no index was opened for writing in this folder"
+        )
     path = Path(folder) / REGISTER_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        kept = (LiveVersion(**each | {"included": tuple(each["included"])}) for each in values["kept"])
-        return Register(tuple(kept), values["last"], values.get("delta", False))
+        entries = (LiveVersion(**each | {"included": tuple(each["included"])}) for each in values["kept"])
+        return Register(tuple(entries), values["last"], values.get("delta", False))
     except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(f"{path} is damaged ({error}): restore it") from None
 
 
 def write_register(folder: str | Path, register: Register) -> None:
-    """Replace the register, durably."""
+    """Replace the register durably."""
     fs.replace_durably(Path(folder) / REGISTER_FILE, json.dumps(asdict(register), indent=1))
 
 
 @contextmanager
 def register_lock(folder: str | Path) -> Iterator[None]:
-    """Exclusive right to change the register; ConfigError while another process has it."""
+    """Lock the register for changes; raise a ConfigError if another process has the lock."""
     read_register(folder)
-    taken = (
-        f"{folder} is being compacted, or set to another version, by another process ({{owner}}): wait for it"
+    message = (
+        f"another process ({{owner}}) compacts {folder}, or changes its version: wait until it has finished"
     )
-    lock = lock_file(Path(folder) / "compaction.lock", taken=taken)
+    lock = lock_file(Path(folder) / "compaction.lock", taken=message)
     try:
         yield
     finally:

@@ -1,14 +1,14 @@
 """A write-ahead log: one writer appends records, and every synced record survives any crash.
 
-    folder/lock                          held by the writer
-    folder/acknowledged                  the last record known to be durable
+    folder/lock                          locked by the writer
+    folder/acknowledged                  the last record that is known to be durable
     folder/00000000000000000001.log ...  segments, named after their first record; a record is header, payload
 
-Records are numbered from 1 without gaps. A crash may leave an incomplete end of the newest segment: the
-writer cuts off what was never acknowledged when it opens the log. Any other difference from what was written
-is damage and an error. An acknowledgement is stored in two places: in the file of that name, which outlives
-the process but is not synced, and in every later record, whose header names the last record acknowledged
-before it.
+Records are numbered from 1 without gaps. A crash may leave an incomplete record at the end of the newest
+segment: the writer cuts off such a record, which was never acknowledged, when it opens the log. Any other
+difference from the written bytes is damage and an error. An acknowledgement is stored in two places: in the
+file `acknowledged`, which outlives the process but is not synced, and in every later record, which has the
+number of the last acknowledged record in its header.
 """
 
 import fcntl
@@ -25,10 +25,10 @@ from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
 from scalingnote.storage import filesystem as fs
 
-_MARK = Struct("<QI")  # the record acknowledged, and the CRC-32 of its number
+_MARK = Struct("<QI")  # number of the acknowledged record, and the CRC-32 of this number
 MAX_RECORD_BYTES = 1 << 30
-SEGMENT_BYTES = 64 << 20  # at which a file of a log is closed and the next begun
-_sync = getattr(os, "fdatasync", os.fsync)  # the file's times need not be durable
+SEGMENT_BYTES = 64 << 20  # size at which a segment is closed and the next one begins
+_sync = getattr(os, "fdatasync", os.fsync)  # the times of the file need not be durable
 _MAGIC = b"SNL1"
 _HEADER, _CRC = Struct("<4sIIQQ"), Struct("<I")  # the fields of Header; CRC-32 of these bytes
 _FRAME = _HEADER.size + _CRC.size
@@ -39,16 +39,16 @@ class Header(NamedTuple):
 
     magic: bytes
     length: int  # bytes of the payload
-    check: int  # its CRC-32
+    check: int  # CRC-32 of the payload
     sequence: int
     acknowledged: int  # the last record that was durable when this one was written
 
 
 class Log:
-    """The writer of a log. Threads may append while one of them syncs."""
+    """Writer of a log; threads may append while one of them syncs."""
 
     def __init__(self, folder: str | Path, *, after: int = 0) -> None:
-        """Open the log for writing, and cut off an end that a crash has torn.
+        """Open the log for writing, and cut off a record that a crash left incomplete.
 
         Args:
             folder: of the log, created if missing.
@@ -62,8 +62,8 @@ class Log:
         make_folder(self.folder)
         self._lock_handle = lock_file(
             self.folder / "lock",
-            taken=f"{self.folder} is being written by another process ({{owner}}): a log has one writer; "
-            "stop that one, or open this shard as a follower",
+            taken=f"another process ({{owner}}) writes {self.folder}, and a log has one writer: stop that "
+            "process, or open the shard as a follower",
         )
         try:
             last, newest = _recover(self.folder)
@@ -84,7 +84,7 @@ class Log:
 
     @property
     def acknowledged(self) -> int:
-        """The last record that is durable."""
+        """Last record that is durable."""
         return self._acknowledged
 
     def append(self, payload: bytes) -> int:
@@ -99,7 +99,7 @@ class Log:
             try:
                 _write_all(self._file, frame)
             except OSError as error:
-                self._broken = True  # until the half record is gone
+                self._broken = True  # until the incomplete record is cut off
                 os.ftruncate(self._file, self._size)
                 self._broken = False
                 raise ArtifactError(f"{self._path}: {error}; the record was not written") from error
@@ -108,23 +108,24 @@ class Log:
             return self._next - 1
 
     def sync(self) -> int:
-        """Make all appended records durable; returns the number of the last durable record.
+        """Make all appended records durable, and return the number of the last durable record.
 
-        One thread syncs at a time, for all records appended so far, so that waiting threads find theirs
-        durable. Two syncs at once could store their numbers in the wrong order, or close the other's segment.
+        One thread syncs at a time, for all records appended so far, so that the records of waiting threads
+        are already durable after it. Two syncs at once could store their numbers in the wrong order, or one
+        could close the segment of the other.
         """
         with self._lock:
             self._require_usable()
-            wanted = self._next - 1
+            last = self._next - 1
         with self._syncing:
-            if wanted > self._acknowledged:
+            if last > self._acknowledged:
                 with self._lock:
                     self._require_usable()
                     target = self._next - 1
                 try:
                     _sync(self._file)
                 except OSError as error:
-                    # The kernel now counts the pages as clean: a second sync would succeed without effect.
+                    # The kernel marks the pages as clean now: a second sync would succeed without effect.
                     self._broken = True
                     raise ArtifactError(
                         f"{self._path} cannot be made durable: {error}; open it again"
@@ -137,25 +138,25 @@ class Log:
             return self._acknowledged
 
     def drop(self, *, through: int) -> None:
-        """Remove segments without records above `through`."""
+        """Delete segments without records above `through`, except the newest."""
         with self._lock:
             self._require_usable()
             if self._acknowledged <= through:
                 self._rotate_if_synced()
-            found = segments(self.folder)
-            for (_, path), (following, _) in pairwise(found):
+            files = segments(self.folder)
+            for (_, path), (following, _) in pairwise(files):
                 if following <= through + 1:
                     path.unlink()
-            fs.sync(self.folder)  # makes the removal durable
+            fs.sync(self.folder)  # makes the deletion durable
 
     def rotate(self) -> None:
-        """Begin a new segment, so that the synced records can later be dropped with theirs."""
+        """Begin a new segment, so that the segments of the synced records can be dropped later."""
         with self._lock:
             self._require_usable()
             self._rotate_if_synced()
 
     def require_claim(self) -> None:
-        """ArtifactError unless this process can still write: its lock and its segment are on the disk."""
+        """Raise an ArtifactError unless this process can still write its segment and holds the lock."""
         with self._lock:
             self._require_usable()
             for path, handle in ((self.folder / "lock", self._lock_handle), (self._path, self._file)):
@@ -167,7 +168,7 @@ class Log:
                     raise ArtifactError(f"{path} was replaced while it was written: open the log again")
 
     def close(self) -> None:
-        """Release the log; records that were not synced may be lost. Closing twice is allowed."""
+        """Close the log; records that were not synced may be lost. A second call has no effect."""
         with self._lock:
             self._broken = True
             if not self._closed:
@@ -180,7 +181,7 @@ class Log:
             raise ArtifactError(f"{self.folder} is closed, or a write to it failed: open it again")
 
     def _rotate_if_synced(self) -> None:
-        """Begin a new segment, unless this one is empty or has a record that is not durable."""
+        """Begin a new segment, unless the current one is empty or has a record that is not durable."""
         if self._size and self._next == self._acknowledged + 1:
             path = _start_segment(self.folder, self._next)
             os.close(self._file)
@@ -192,11 +193,11 @@ class Log:
 
 
 def last_acknowledged(folder: str | Path) -> int:
-    """The last record that the writer, in this or another process, acknowledged; 0 before the first.
+    """Read the last record that the writer, in this or another process, acknowledged; 0 before the first.
 
-    After a crash of the machine the number may be too low until the writer comes back.
+    After a crash of the machine the number may be too low until a writer opens the log.
     """
-    try:  # by every search beside a delta: a file object would take three times as long
+    try:  # no file object, which would take three times as long: every search with a delta reads this
         mark = os.open(f"{folder}/acknowledged", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return 0
@@ -211,84 +212,84 @@ def last_acknowledged(folder: str | Path) -> int:
 
 
 def holds(folder: str | Path, *, after: int) -> bool:
-    """Whether every acknowledged record above `after` is still there."""
-    found = segments(Path(folder))
-    return last_acknowledged(folder) <= after or (bool(found) and found[0][0] <= after + 1)
+    """Return whether the log still has every acknowledged record above `after`."""
+    files = segments(Path(folder))
+    return last_acknowledged(folder) <= after or (bool(files) and files[0][0] <= after + 1)
 
 
 def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Numbers and payloads of acknowledged records in order; no lock is needed while a writer appends.
+    """Yield numbers and payloads of acknowledged records in order; no lock is needed while a writer appends.
 
     Args:
         folder: of the log.
         after: number of the record before the first.
-        until: number of the last; None: the last acknowledged one.
+        until: number of the last record; None: the last acknowledged one.
 
     Raises:
         ArtifactError: a record is damaged, or was dropped.
     """
     folder = Path(folder)
     until = last_acknowledged(folder) if until is None else until
-    found = segments(folder)
-    ends = [*(first for first, _ in found[1:]), until + 1]
+    files = segments(folder)
+    ends = [*(first for first, _ in files[1:]), until + 1]
     expected = after + 1
-    for (first, path), end in zip(found, ends, strict=False):
+    for (first, path), end in zip(files, ends, strict=False):
         if not first <= expected < min(end, until + 1):
             continue
         try:
             stream = path.open("rb")
         except FileNotFoundError:
             raise ArtifactError(
-                f"{path} was dropped while it was read: adopt the current index version"
+                f"{path} was deleted while it was read: adopt the current index version"
             ) from None
         with stream:
             for number, payload, _ in _records(stream, path, first=first, after=expected - 1):
                 yield number, payload
                 expected = number + 1
-                if expected > until:  # later records may be half written
+                if expected > until:  # later records may be incomplete
                     break
     if expected <= until:
         raise ArtifactError(
-            f"{folder} has no record {expected}, though {until} was acknowledged: it was dropped after a "
+            f"{folder} has no record {expected}, but record {until} was acknowledged: it was dropped after a "
             "compaction (adopt the current index version), or a segment is missing (restore it)"
         )
 
 
 def _recover(folder: Path) -> tuple[int, Path | None]:
-    """Cut off what a crash has torn; the last whole record and its segment.
+    """Cut off a record that a crash left incomplete, and return the last complete record and its segment.
 
-    Records without a known acknowledgement are written again: if their sync failed, the kernel counts the
+    Records without a known acknowledgement are written again: if their sync failed, the kernel has marked the
     pages as clean, and another sync would have no effect.
     """
-    found, known = segments(folder), last_acknowledged(folder)
-    if not found and known:
+    files, acknowledged = segments(folder), last_acknowledged(folder)
+    if not files and acknowledged:
         raise ArtifactError(
-            f"{folder} has no segment, but record {known} was acknowledged: restore its files"
+            f"{folder} has no segment, but record {acknowledged} was acknowledged: restore its files"
         )
-    if not found:
+    if not files:
         return 0, None
-    first, path = found[-1]
+    first, path = files[-1]
     last, end, durable = first - 1, 0, 0
     with path.open("rb+") as stream:
         try:
             for number, _, stop in _records(stream, path, first=first):
                 last, end = number, stop
-                durable = end if last <= known else durable
+                durable = end if last <= acknowledged else durable
         except ArtifactError:
             stream.seek(end)
-            if max(known, _highest_acknowledgement(stream.read())) > last:
+            if max(acknowledged, _highest_acknowledgement(stream.read())) > last:
                 raise
-            torn = path.stat().st_size - end
-            get_logger("index").warning("%s: %d bytes of an unfinished record are cut off", path, torn)
+            excess = path.stat().st_size - end
+            get_logger("index").warning("%s: %d bytes of an incomplete record are cut off", path, excess)
             stream.truncate(end)
-        if known > last:
+        if acknowledged > last:
             raise ArtifactError(
-                f"{path} ends with record {last}, but {known} was acknowledged: restore the file"
+                f"{path} ends with record {last}, but record {acknowledged} was acknowledged: restore it"
             )
         stream.seek(durable)
-        again = stream.read(end - durable)
+        unsynced = stream.read(end - durable)
         stream.seek(durable)
-        stream.write(again)
+        stream.write(unsynced)
         stream.flush()
         os.fsync(stream.fileno())
     return last, path
@@ -301,10 +302,13 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 def _records(stream: BinaryIO, path: Path, *, first: int, after: int = 0) -> Iterator[tuple[int, bytes, int]]:
-    """Number, payload and offset of the end of the records of a segment above `after`.
+    """Yield number, payload and end offset of the records of a segment above `after`.
 
-    ArtifactError where one is not whole. Of those before only headers are read: a process that follows the
-    log has read them, and looks for the next one many times a second.
+    Only the headers of earlier records are read: a process that follows the log has read them, and looks for
+    the next record many times per second.
+
+    Raises:
+        ArtifactError: a record is incomplete or damaged.
     """
     sequence, start = first, 0
     while data := stream.read(_FRAME):
@@ -322,22 +326,22 @@ def _records(stream: BinaryIO, path: Path, *, first: int, after: int = 0) -> Ite
 
 
 def _highest_acknowledgement(data: bytes) -> int:
-    """The highest acknowledged record that an intact header in these bytes names; 0 if there is none."""
-    found, start = 0, data.find(_MAGIC)
+    """Return the highest acknowledged record that a valid header in these bytes states; 0 without one."""
+    highest, start = 0, data.find(_MAGIC)
     while start >= 0:
         header = _parse(data[start : start + _FRAME])
-        found = max(found, header.acknowledged if header else 0)
+        highest = max(highest, header.acknowledged if header else 0)
         start = data.find(_MAGIC, start + 1)
-    return found
+    return highest
 
 
 def segments(folder: Path) -> list[tuple[int, Path]]:
-    """First record and path of every segment of a log, in order."""
+    """Return the first record and the path of every segment of a log, in order."""
     return sorted((int(path.stem), path) for path in folder.glob("*.log"))
 
 
 def _start_segment(folder: Path, first: int) -> Path:
-    """Create an empty segment, durably."""
+    """Create an empty segment durably."""
     path = folder / f"{first:020d}.log"
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
     fs.sync(folder)
@@ -345,7 +349,7 @@ def _start_segment(folder: Path, first: int) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder, durably."""
+    """Create a folder durably."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
@@ -353,7 +357,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _parse(data: bytes) -> Header | None:
-    """The header in these bytes; None unless it is intact."""
+    """Parse the header in these bytes; None if it is damaged."""
     if len(data) < _FRAME or zlib.crc32(data[: _HEADER.size]) != _CRC.unpack(data[_HEADER.size :])[0]:
         return None
     header = Header(*_HEADER.unpack(data[: _HEADER.size]))
@@ -361,15 +365,23 @@ def _parse(data: bytes) -> Header | None:
 
 
 def lock_file(path: Path, *, taken: str) -> int:
-    """Lock a file, created if missing, for this process; closing the handle or the process's end releases it.
+    """Lock a file for this process, and create it if missing; the lock ends with the handle or the process.
 
-    ConfigError with the message `taken` when another process, `{owner}` in it, holds the lock.
+    Args:
+        path: of the file.
+        taken: message of the error; `{owner}` in it is replaced by the process that holds the lock.
+
+    Returns:
+        The handle of the file.
+
+    Raises:
+        ConfigError: another process holds the lock.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        owner = os.pread(lock, 32, 0).decode() or "of unknown number"
+        owner = os.pread(lock, 32, 0).decode() or "pid unknown"
         os.close(lock)
         raise ConfigError(taken.format(owner=owner)) from None
     os.ftruncate(lock, 0)

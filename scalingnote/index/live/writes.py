@@ -1,8 +1,9 @@
-"""Writes to a live index: what is checked, what a log record holds, and what the records of a log name.
+"""Writes to a live index: their checks, the contents of a log record, and the documents that a log names.
 
-    documents ─checked_upsert─► write ─encode_write─► log record ─logged_writes─► the same write, anywhere
+    documents ─checked_upsert─► write ─encode_write─► log record ─logged_writes─► the same write
 
-Of a delta, records say which documents of the large index are *overridden*: written or deleted since.
+The records of a delta determine which documents of the large index are *overridden*, that is, written or
+deleted since.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,12 @@ VECTOR = "vector"  # column that a log record adds to those of the documents; de
 
 @dataclass(frozen=True)
 class Upsert:
-    """Documents with distinct doc_ids, and their vectors as the index compares them."""
+    """Documents with distinct doc_ids, and their vectors, scaled for the index."""
 
     documents: pa.RecordBatch
     vectors: Float[ndarray, "rows dim"]
-    terms: pa.RecordBatch | None = None  # as storage.schema.SPARSE; None where the index holds no terms
-    sources: pa.RecordBatch | None = None  # the documents whole, as they were sent; None: they are not kept
+    terms: pa.RecordBatch | None = None  # with storage.schema.SPARSE; None if the index has no terms
+    sources: pa.RecordBatch | None = None  # the complete documents of the request; None: not kept
 
     @property
     def doc_ids(self) -> list[str]:
@@ -52,11 +53,11 @@ class Delete:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Outcome of a write, durable up to and including log record `sequence`."""
+    """Outcome of a write that is durable with log record `sequence`."""
 
     sequence: int
     rows: int
-    rejected: list[dict[str, str]] = field(default_factory=list)  # as storage.schema.REJECTED has them
+    rejected: list[dict[str, str]] = field(default_factory=list)  # rows of storage.schema.REJECTED
 
 
 def checked_upsert(
@@ -69,14 +70,17 @@ def checked_upsert(
     similarity: Similarity,
     sources: pa.Table | None,
 ) -> tuple[Upsert, list[dict[str, str]]]:
-    """Separate the rows that can be written from those to reject; of rows with equal doc_ids the last counts.
+    """Separate valid rows from rows to reject; of rows with equal doc_ids the last one counts.
 
-    Arguments and errors are those of :meth:`LiveShard.upsert`; `base` is a shard of the index, of whose terms
-    the `strongest` are kept. Returns the write, and the rejected rows as in storage.schema.REJECTED.
+    Arguments and errors are those of :meth:`LiveShard.upsert`. In addition, `base` is a shard of the index,
+    and `strongest` the number of terms to keep per document.
+
+    Returns:
+        The write, and the rejected rows in the form of storage.schema.REJECTED.
     """
     table, dim = _cast(documents, base.documents.schema), base.lists.coarse.d
     terms = None if base.postings is None else _terms_of(documents)
-    unfit = {} if terms is None else _unfit(terms)
+    invalid_terms = {} if terms is None else _invalid_terms(terms)
     if vectors.ndim != 2 or vectors.shape != (len(table), dim) or vectors.dtype.kind != "f":
         raise DataError(
             f"vectors are {vectors.dtype} of shape {vectors.shape}: pass floats of shape "
@@ -89,31 +93,31 @@ def checked_upsert(
     last: dict[str, int] = {}
     rejected = []
     for row, doc_id in enumerate(table["doc_id"].to_pylist()):
-        if reason := _reason(doc_id, float(lengths[row])) or unfit.get(row, ""):
+        if reason := _reason(doc_id, float(lengths[row])) or invalid_terms.get(row, ""):
             rejected.append({"table": "documents", "row": doc_id or f"row {numbers[row]}", "reason": reason})
         else:
             last[doc_id] = row
-    kept = sorted(last.values())
-    searched = wide[kept] / lengths[kept, None] if similarity == "cosine" else wide[kept]
-    places = pa.array(kept, pa.int64())
-    strong = None if terms is None else _single_batch(_strongest(terms.take(places), strongest))
-    written, own = table.take(places), None
+    valid = sorted(last.values())
+    scaled = wide[valid] / lengths[valid, None] if similarity == "cosine" else wide[valid]
+    positions = pa.array(valid, pa.int64())
+    strong = None if terms is None else _single_batch(_strongest(terms.take(positions), strongest))
+    valid_rows, row_sources = table.take(positions), None
     if sources is not None:
-        ids = written["document_id" if "document_id" in written.column_names else "doc_id"]
-        own = _single_batch(sources.filter(pc.is_in(sources["doc_id"], value_set=ids)))
-    return Upsert(_single_batch(written), searched.astype(np.float32), strong, own), rejected
+        ids = valid_rows["document_id" if "document_id" in valid_rows.column_names else "doc_id"]
+        row_sources = _single_batch(sources.filter(pc.is_in(sources["doc_id"], value_set=ids)))
+    return Upsert(_single_batch(valid_rows), scaled.astype(np.float32), strong, row_sources), rejected
 
 
 def checked_delete(doc_ids: Sequence[str]) -> Delete:
-    """A deletion; DataError where a doc_id is not a non-empty string."""
+    """Return the deletion of these documents; raise a DataError if a doc_id is not a non-empty string."""
     wrong = [doc_id for doc_id in doc_ids if not isinstance(doc_id, str) or not doc_id]
     if wrong:
-        raise DataError(f"{wrong[0]!r} is no doc_id: pass strings that are not empty")
+        raise DataError(f"{wrong[0]!r} is not a doc_id: pass strings that are not empty")
     return Delete(list(dict.fromkeys(doc_ids)))
 
 
 def encode_write(write: Upsert | Delete) -> bytes:
-    """A log record's payload: an Arrow stream of index rows, and one of whole documents if they are kept."""
+    """Encode the payload of a log record: an Arrow stream of index rows, then one of `sources` if kept."""
     if isinstance(write, Delete):
         batches = [pa.record_batch({"doc_id": pa.array(write.doc_ids, pa.string())})]
     else:
@@ -130,21 +134,20 @@ def encode_write(write: Upsert | Delete) -> bytes:
 
 
 def _decode_write(payload: bytes) -> Upsert | Delete:
-    """The inverse of :func:`encode_write`."""
-    stored = pa.BufferReader(payload)
-    batch = _read_batch(stored)
+    buffer = pa.BufferReader(payload)
+    batch = _read_batch(buffer)
     if VECTOR not in batch.schema.names:
         return Delete(batch.column("doc_id").to_pylist())
     sparse = SPARSE.names if batch.schema.names[-2:] == SPARSE.names else []
     documents = batch.drop_columns([VECTOR, *sparse])
     terms = batch.select(sparse) if sparse else None
-    sources = _read_batch(stored) if stored.tell() < stored.size() else None
+    sources = _read_batch(buffer) if buffer.tell() < buffer.size() else None
     return Upsert(documents, to_numpy(batch.column(VECTOR)), terms, sources)
 
 
-def _read_batch(stored: pa.BufferReader) -> pa.RecordBatch:
-    """The only batch of the stream that begins here; `stored` is at its end then."""
-    with pa.ipc.open_stream(stored) as stream:
+def _read_batch(buffer: pa.BufferReader) -> pa.RecordBatch:
+    """Read the only batch of the stream that begins here; the buffer is at the end of the stream then."""
+    with pa.ipc.open_stream(buffer) as stream:
         (batch,) = stream
     return batch
 
@@ -155,12 +158,12 @@ def _read_batch(stored: pa.BufferReader) -> pa.RecordBatch:
 def logged_writes(
     log: str | Path, *, after: int = 0, until: int | None = None
 ) -> Iterator[tuple[int, Upsert | Delete]]:
-    """Numbers of records of a log, in order, and what each wrote or deleted.
+    """Yield the numbers and writes of the records of a log, in order.
 
     Args:
         log: folder of the log.
         after: number of the record before the first.
-        until: number of the last; None: the last acknowledged one.
+        until: number of the last record; None: the last acknowledged one.
 
     Raises:
         ArtifactError: a record is damaged, or was dropped.
@@ -172,18 +175,20 @@ def logged_writes(
 def overridden(
     log: str | Path, *, after: int, until: int | None = None, passages: bool = False
 ) -> Iterator[tuple[int, list[str]]]:
-    """Records of a delta's log, as :func:`logged_writes`, and the documents that each wrote or deleted.
+    """Yield the numbers of the records of a delta's log, and the documents that each wrote or deleted.
 
-    `passages`: the ids in the log are of passages.
+    `passages` states that the ids in the log are ids of passages. The other arguments and errors are those of
+    :func:`logged_writes`.
     """
     for number, write in logged_writes(log, after=after, until=until):
         yield number, [*dict.fromkeys(map(document_of, write.doc_ids))] if passages else write.doc_ids
 
 
 def kept_writes(log: str | Path, *, until: int | None = None) -> Iterator[tuple[int, Upsert | Delete]]:
-    """All records of a delta's log, in order, each upsert with the documents whole.
+    """Yield all records of a delta's log, in order; each upsert has its complete documents.
 
-    ConfigError where one was written without them, or the log was not kept from its first record on.
+    Raises:
+        ConfigError: a record has no complete documents, or the log was not kept from its first record on.
     """
     if not wal.holds(log, after=0):
         raise ConfigError(_not_kept(log, 1))
@@ -195,9 +200,9 @@ def kept_writes(log: str | Path, *, until: int | None = None) -> Iterator[tuple[
 
 def _not_kept(log: str | Path, record: int) -> str:
     return (
-        f"record {record} of {log} has no whole documents for another model to encode: it was written "
-        "without serve.live.keep_documents. Name a new folder, set it there, and send the documents again, "
-        "or write them to the data set's files and run again"
+        f"record {record} of {log} has no complete documents that another model could encode: it was written "
+        "without serve.live.keep_documents. Name a new folder, set the option there, and send the documents "
+        "again, or write them to the files of the data set and run again"
     )
 
 
@@ -205,14 +210,14 @@ def _not_kept(log: str | Path, record: int) -> str:
 
 
 def _terms_of(documents: pa.Table) -> pa.Table:
-    """Terms of documents, null where the columns are missing."""
+    """Return the terms of documents, null if the columns are missing."""
     if any(name in documents.column_names for name in SPARSE.names):
         return _cast(documents, SPARSE)
     return pa.table([pa.nulls(len(documents), field.type) for field in SPARSE], schema=SPARSE)
 
 
-def _unfit(terms: pa.Table) -> dict[int, str]:
-    """Rows whose terms cannot be indexed, with the reasons."""
+def _invalid_terms(terms: pa.Table) -> dict[int, str]:
+    """Return the rows with terms that cannot be indexed, and the reasons."""
 
     def reason(rows: pa.Table) -> str:
         try:
@@ -229,20 +234,18 @@ def _unfit(terms: pa.Table) -> dict[int, str]:
 def _strongest(terms: pa.Table, k: int | None) -> pa.Table:
     if k is None:
         return terms
-    cut = postings.build(terms["terms"], terms["impacts"], strongest=k)
-    return pa.table(postings.columns([cut]), schema=SPARSE)
+    strong = postings.build(terms["terms"], terms["impacts"], strongest=k)
+    return pa.table(postings.columns([strong]), schema=SPARSE)
 
 
 def _cast(documents: pa.Table, schema: pa.Schema) -> pa.Table:
     missing = [name for name in schema.names if name not in documents.column_names]
     if missing:
-        raise DataError(
-            f"documents have no column {missing[0]!r}: this index holds {', '.join(schema.names)}"
-        )
+        raise DataError(f"documents have no column {missing[0]!r}: this index has {', '.join(schema.names)}")
     try:
         return documents.select(schema.names).cast(schema)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"documents are not of the types this index holds: {error}") from None
+        raise DataError(f"documents do not have the types of this index: {error}") from None
 
 
 def _reason(doc_id: str | None, length: float) -> str:
