@@ -150,7 +150,7 @@ class Pool:
 
 
 def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], list[Row]]:
-    """Measure the teacher `of`, BM25 and each student on one set and seed; return rows and escalation curves."""
+    """Measure the teacher `of`, BM25 and each student on one set and seed; return rows and escalations."""
     from scalingnote.encode.encoder import Encoder
     from scalingnote.encode.query_encoder import QueryEncoder
 
@@ -174,8 +174,8 @@ def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], lis
         seconds = sum(built[kind].manifest.info["seconds"] for kind in kinds)
         compared = ("query_embeddings", "student", "dataset", "dual_encoder", "embeddings")
         measures = agreement.compare(**{kind: built[kind] for kind in compared}).measures()
-        agreed = {name: round(measures[name], 4) for name in ("cosine", "overlap@10")}
-        rows.append(row(name, seed, student, pool, scores, seconds) | agreed)
+        teacher_agreement = {name: round(measures[name], 4) for name in ("cosine", "overlap@10")}
+        rows.append(row(name, seed, student, pool, scores, seconds) | teacher_agreement)
         if student == "table":
             curves = escalated(name, seed, pool, scores, teacher)
     for each in (*rows, *curves):
@@ -279,7 +279,7 @@ def recall(ranking: Int[ndarray, "queries depth"], gains: Float[ndarray, "querie
 def joined(
     dense: Float[ndarray, "queries docs"], lexical: Float[ndarray, "queries docs"], weight: float
 ) -> Float[ndarray, "queries docs"]:
-    """Average both scores, scaled to [0, 1] per query over the union of the best documents; others are last."""
+    """Average scores, scaled to [0, 1] per query over the union of the best documents; others are last."""
     out = np.full(dense.shape, -1.0, np.float32)
     for number in range(len(dense)):
         best = [np.argpartition(-side[number], DEPTH - 1)[:DEPTH] for side in (dense, lexical)]
@@ -392,7 +392,7 @@ def _line(points: Float[ndarray, "sets xy"]) -> tuple[float, float]:
 
 
 def towers(options: Any) -> tuple[dict[str, str], str, list[str]]:
-    """Return the folders of the first teacher's students on the first set, its path, and queries to encode."""
+    """Return folders of the first teacher's students on the first set, its path, and queries to encode."""
     teacher, name = options.teachers[0], options.sets[0]
     folders = {}
     for student in options.students:
