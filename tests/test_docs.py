@@ -1,4 +1,4 @@
-"""Links of the documentation lead somewhere; its commands, configs and imports exist."""
+"""Links of the documentation have targets; its commands, configs and imports exist."""
 
 import argparse
 import ast
@@ -24,12 +24,12 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def without_code(text: str) -> str:
-    """The text without fenced blocks and code spans, whose brackets are no links."""
+    """Return the text without fenced blocks and code spans: their brackets are not links."""
     return re.sub(r"^ *```.*?^ *```$|`[^`\n]+`(?!\])", "", text, flags=re.M | re.S)
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors as GitHub makes them from headings."""
+    """Return the anchors that GitHub makes from headings."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -49,8 +49,8 @@ def test_links_lead_to_files_and_headings(page: Path):
 
 def blocks(page: Path, *languages: str) -> list[str]:
     text = page.read_text(encoding="utf-8")
-    found = re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", text, flags=re.M | re.S)
-    return [textwrap.dedent(block) for _, language, block in found if language in languages]
+    fences = re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", text, flags=re.M | re.S)
+    return [textwrap.dedent(block) for _, language, block in fences if language in languages]
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
@@ -66,17 +66,17 @@ def test_commands_have_arguments_that_exist(page: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.stem)
 def test_options_that_the_text_names_are_those_of_the_command(page: Path):
-    """Also where a command is cut short by dots, or an option stands by itself: then it is of any command."""
+    """Also if dots shorten a command, or for an option without a command, which may belong to any command."""
     (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
     options = {name: {*parser.complete()._option_string_actions} for name, parser in commands.choices.items()}
     text = page.read_text(encoding="utf-8")
     lines = "\n".join(blocks(page, "bash", "sh", "")).replace("\\\n", " ").splitlines()
     for code in (*re.findall(r"`([^`\n]+)`", text), *lines):
-        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code))
+        used_options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code))
         if command := re.match(r"(?:\$ )?scalingnote ([a-z_]+)", code):
-            assert named <= options[command[1]], code
+            assert used_options <= options[command[1]], code
         elif code.startswith("--"):
-            assert named <= set().union(*options.values()), code
+            assert used_options <= set().union(*options.values()), code
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
@@ -112,22 +112,22 @@ def test_modules_named_in_the_text_exist(name: str):
 def test_the_table_of_packages_is_complete():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| package \|.*?\n\n", text, flags=re.M | re.S)
-    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.M))))
+    table_names = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.M))))
     package = ROOT / "scalingnote"
     packages = {path.parent.name for path in package.glob("*/__init__.py")}
     modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
-    assert named == packages | modules
+    assert table_names == packages | modules
 
 
 def test_the_example_script_runs_all_stages_in_order():
     script = (ROOT / "examples/scalingnote.sh").read_text(encoding="utf-8")
     config = load(RunConfig, [ROOT / "configs/quickstart/python_docs.yaml"])
     script = script.replace("$CONFIG", "my.yaml").replace("$SET", "").replace("$RUN", "runs/mine")
-    parser, done = cli._parser(), []
+    parser, run_stages = cli._parser(), []
     for line in re.findall(r"^scalingnote .*$", script, flags=re.M):
         words = shlex.split(line)[1:]
         options = parser.parse_args(words)
         if words[0] == "run":
             choice = {"only": options.only, "start": options.start, "until": options.until}
-            done += [stage.name for stage in stages.select(config, **choice)]
-    assert done == [stage.name for stage in stages.of(config)]
+            run_stages += [stage.name for stage in stages.select(config, **choice)]
+    assert run_stages == [stage.name for stage in stages.of(config)]

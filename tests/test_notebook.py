@@ -18,7 +18,7 @@ CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"
 def test_every_cell_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one process, as a kernel runs them. Model and number of texts are the only things that differ."""
+    """All cells run in one process, like in a kernel; only the model and the number of texts differ."""
     without_ray(monkeypatch)
     monkeypatch.chdir(tmp_path)
     first, *others = CODE
@@ -41,7 +41,7 @@ def test_every_cell_runs(
         "teacher",
         "teacher + BM25",
     ]
-    assert int(dict(ways)["BM25"]) >= 3  # the tables of a random model find nothing, words do
+    assert int(dict(ways)["BM25"]) >= 3  # tables of a random model find no answers, BM25 does
     assert scalingnote.QueryEncoder("my-query-tower").encode("a").shape == (1, 32)
     assert Path("my-query-tower/modules.json").exists()
 
