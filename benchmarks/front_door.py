@@ -306,13 +306,13 @@ def escalated(
     order = np.argsort(-np.take_along_axis(teacher, best, axis=1), axis=1, kind="stable")
     doubts = doubt(np.take_along_axis(student, best, axis=1))
     before, after = ndcg(best, pool.gains), ndcg(np.take_along_axis(best, order, axis=1), pool.gains)
-    whole = float(ndcg(ranked(teacher), pool.gains).mean())
+    teacher_ndcg = float(ndcg(ranked(teacher), pool.gains).mean())
     rows = []
     for share in SHARES:
         chosen = doubts > escalation_threshold(doubts, share)
         value = float(np.where(chosen, after, before).mean())
         row = {"set": name, "seed": seed, "share": share, "escalated": round(float(chosen.mean()), 4)}
-        rows.append(row | {"nDCG@10": round(value, 4), "kept": round(value / whole, 4)})
+        rows.append(row | {"nDCG@10": round(value, 4), "kept": round(value / teacher_ndcg, 4)})
     return rows
 
 

@@ -66,11 +66,11 @@ class Decoder(nn.Module):
         return projected
 
     def embed(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
-        """Embeddings of the first tokens of each text, not normalised."""
+        """Compute embeddings of the first tokens of each text, not normalised."""
         return self.states(self.ids(texts, length))
 
     def forward(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
-        """Unit vectors of the first tokens of each text."""
+        """Compute unit vectors of the first tokens of each text."""
         return F.normalize(self.embed(texts, length=length), dim=1)
 
     def token_means(self, texts: Sequence[str], *, length: int, instruction: str) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Encoder(nn.Module):
         self.project = nn.Linear(minilm.DIM, dim, bias=False)
 
     def embed(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
-        """Embeddings of the first tokens of each text, not normalised."""
+        """Compute embeddings of the first tokens of each text, not normalised."""
         cut = {"padding": True, "truncation": True, "max_length": length}
         batch = self.tokenizer(list(texts), return_tensors="pt", **cut)
         mask = batch.attention_mask[..., None]
@@ -106,7 +106,7 @@ class Encoder(nn.Module):
         return projected
 
     def forward(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
-        """Unit vectors of the first tokens of each text."""
+        """Compute unit vectors of the first tokens of each text."""
         return F.normalize(self.embed(texts, length=length), dim=1)
 
 
