@@ -1,17 +1,17 @@
-"""Requests that the OpenAPI of a running service allows and forbids, made by schemathesis, and their answers.
+"""Answers of a running service to requests that its OpenAPI allows and forbids, made by schemathesis.
 
     python -m benchmarks.api_fuzz --run runs/quickstart --json docs/results/api_fuzz.json
 
-Serves a finished run with all that has a path: documents are written to it, both of its towers and a
-cross-encoder answer clients of embeddings, API keys are needed. Every operation gets requests at the bounds
-of each of its fields, --examples random ones, valid and invalid, and the methods that it does not have.
+It serves a finished run with every path: live writes, embeddings of both towers, a cross-encoder, API keys.
+Every operation gets requests at the bounds of each of its fields, --examples random ones, valid and invalid,
+and the methods that it does not have.
 
 - cases: requests
-- server_errors: statuses from 500 on, but for a 503 to a request with a `deadline_ms` of its own
+- server_errors: statuses from 500 on, except a 503 to a request with a `deadline_ms`
 - undocumented_statuses: statuses that the OpenAPI does not list for the operation
-- undocumented_bodies: bodies, content types and headers that are not as it describes
-- accepted_invalid: requests that it forbids and that are answered with success
-- wrong_methods: methods without a 405 and an Allow header that lists the right ones
+- undocumented_bodies: bodies, content types and headers that differ from the OpenAPI
+- accepted_invalid: forbidden requests with a successful answer
+- wrong_methods: wrong methods without a 405 and an Allow header that lists the right ones
 """
 
 import json
@@ -29,8 +29,8 @@ from benchmarks import minilm, report
 from benchmarks.serve import running
 
 KEY = "a-key-of-the-api-fuzz-benchmark"
-# What half of the valid requests name in place of random names, which would hide what comes after them.
-UNKNOWN = object()  # a field whose values depend on the run: it is left out
+# Names in half of the valid requests: random names fail at once and would hide later faults.
+UNKNOWN = object()  # a field with values that depend on the run: it is left out
 SEARCH = {"k": 10, "arm": "default", "filter": UNKNOWN, "deadline_ms": UNKNOWN}
 KNOWN: dict[str, dict[str, Any]] = {
     "/search": {**SEARCH, "query": "join tensors"}
@@ -51,7 +51,7 @@ METRICS = {
 
 
 def main() -> None:
-    """Print statuses by operation, and every fault."""
+    """Serve the run, send the requests, print statuses by operation and faults, write the results."""
     parser = report.arguments(__doc__, examples=100)
     parser.add_argument("--run", default="runs/quickstart", help="a finished run to be served")
     options = parser.parse_args()
@@ -64,7 +64,7 @@ def main() -> None:
             f"live.folder={folder}/live",
             f"rerank.model={folder}/cross_encoder",
             "deployments.document_tower.num_replicas=1",
-            "deadline_s=60",  # the machine is loaded by what makes the requests
+            "deadline_s=60",  # the generator of the requests loads the machine
         )
         words = ["-m", "scalingnote.cli.main", "serve", "--run", options.run]
         words += [word for knob in knobs for word in ("--set", f"serve.{knob}")]
@@ -74,19 +74,19 @@ def main() -> None:
     for fault in faults:
         print(f"{fault['metric']}: {fault['operation']}: {fault['what']}\n  {fault['request']}")
     metrics = {"cases": sum(row["cases"] for row in rows)}
-    counted = Counter(fault["metric"] for fault in faults)
-    metrics |= {name: counted[name] for name in ("server_errors", *dict.fromkeys(METRICS.values()))}
+    fault_counts = Counter(fault["metric"] for fault in faults)
+    metrics |= {name: fault_counts[name] for name in ("server_errors", *dict.fromkeys(METRICS.values()))}
     report.show("Faults", [metrics])
     report.write(options.json, metrics=metrics, table=rows, faults=faults)
 
 
 def fuzz(url: str, model: str, *, examples: int) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """A row for each operation with the number of answers by status, and the faults.
+    """Send all requests; return a row per operation with the number of answers by status, and the faults.
 
     Args:
-        url: of the service.
-        model: a name that it takes for embeddings.
-        examples: random requests of an operation.
+        url: URL of the service.
+        model: a name of its model in requests for embeddings.
+        examples: number of random requests per operation.
     """
     statuses: dict[str, Counter[int]] = {}
     faults: list[dict[str, str]] = []
@@ -98,8 +98,8 @@ def fuzz(url: str, model: str, *, examples: int) -> tuple[list[dict[str, Any]], 
         mode, body = None if case.meta is None else case.meta.generation.mode, case.body
         valid = mode is schemathesis.GenerationMode.POSITIVE
         if valid and isinstance(body, dict) and len(str(body)) % 2:
-            named = body | known.get(case.operation.path, {})
-            case.body = {name: value for name, value in named.items() if value is not UNKNOWN}
+            values = body | known.get(case.operation.path, {})
+            case.body = {name: value for name, value in values.items() if value is not UNKNOWN}
         return case
 
     for event in from_schema(schema).execute():
@@ -110,7 +110,7 @@ def fuzz(url: str, model: str, *, examples: int) -> tuple[list[dict[str, Any]], 
                     counts[0 if interaction.response is None else interaction.response.status_code] += 1
                 faults += faults_of(event.recorder)
             case NonFatalError():
-                raise RuntimeError(f"{event.label} could not be tried") from event.value
+                raise RuntimeError(f"{event.label} could not be tested") from event.value
             case FatalError():
                 raise event.exception
     rows = [
@@ -125,7 +125,7 @@ def fuzz(url: str, model: str, *, examples: int) -> tuple[list[dict[str, Any]], 
 
 
 def settings(examples: int) -> schemathesis.Config:
-    """What schemathesis sends, and what it looks at."""
+    """Return the settings of schemathesis: its requests and its checks."""
     checks = {name: {"enabled": True} for name in METRICS}
     return schemathesis.Config.from_dict(
         {
@@ -140,21 +140,21 @@ def settings(examples: int) -> schemathesis.Config:
 
 
 def faults_of(recorder: ScenarioRecorder) -> list[dict[str, str]]:
-    """What is wrong with the answers to the requests of an operation."""
-    found: list[tuple[str, str, str]] = []
+    """Return the faults in the answers to the requests of an operation."""
+    faults: list[tuple[str, str, str]] = []
     for case_id, interaction in recorder.interactions.items():
-        response, node = interaction.response, recorder.cases[case_id]
+        response, request = interaction.response, recorder.cases[case_id]
         if response is None:
-            found.append(("server_errors", "no answer", case_id))
+            faults.append(("server_errors", "no answer", case_id))
             continue
-        hurried = isinstance(node.value.body, dict) and node.value.body.get("deadline_ms") is not None
+        hurried = isinstance(request.value.body, dict) and request.value.body.get("deadline_ms") is not None
         if response.status_code >= 500 and not (hurried and response.status_code == 503):
-            found.append(("server_errors", f"{response.status_code}: {response.text[:300]}", case_id))
+            faults.append(("server_errors", f"{response.status_code}: {response.text[:300]}", case_id))
     for case_id, checks in recorder.checks.items():
         for check in checks:
             if check.failure_info is not None and check.name in METRICS:
                 failure = check.failure_info.failure
-                found.append((METRICS[check.name], f"{failure.title}: {failure.message}"[:400], case_id))
+                faults.append((METRICS[check.name], f"{failure.title}: {failure.message}"[:400], case_id))
     return [
         {
             "metric": metric,
@@ -162,18 +162,18 @@ def faults_of(recorder: ScenarioRecorder) -> list[dict[str, str]]:
             "what": what,
             "request": shown(recorder.cases[case_id].value),
         }
-        for metric, what, case_id in found
+        for metric, what, case_id in faults
     ]
 
 
 def shown(case: schemathesis.Case[Any]) -> str:
-    """A request in a line."""
+    """Return a request as one line of text."""
     sent = repr(case.body) if isinstance(case.body, bytes) else json.dumps(case.body, default=repr)
     return f"{case.method} {case.formatted_path} {sent[:300]}"
 
 
 def cross_encoder(folder: str) -> None:
-    """Write a cross-encoder whose scores are of no interest."""
+    """Write a cross-encoder with arbitrary scores."""
     from sentence_transformers import CrossEncoder
 
     CrossEncoder(str(minilm.path()), num_labels=1, device="cpu").save_pretrained(folder)

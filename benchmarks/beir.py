@@ -17,13 +17,13 @@ def documents(name: str) -> list[Row]:
 
 
 def judged(name: str, split: str = "test") -> dict[str, list[str]]:
-    """Return the documents that are relevant to each query of a split; queries without one are left out."""
-    found: dict[str, list[str]] = {}
+    """Return the relevant documents of each query of a split; queries without one are left out."""
+    relevant: dict[str, list[str]] = {}
     for line in (folder(name) / "qrels" / f"{split}.tsv").read_text(encoding="utf-8").splitlines()[1:]:
         query_id, doc_id, grade = line.split("\t")
         if int(grade) > 0:
-            found.setdefault(query_id, []).append(doc_id)
-    return found
+            relevant.setdefault(query_id, []).append(doc_id)
+    return relevant
 
 
 def queries(name: str) -> dict[str, str]:

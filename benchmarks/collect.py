@@ -1,12 +1,12 @@
-"""Query association (Algorithm 1) as a join: its speed and memory as a log grows, and against every pair.
+"""Query association (Algorithm 1) as a join: speed and memory by the size of the log, against every pair.
 
     python -m benchmarks.collect --json docs/results/collect.json [--queries N ...]
 
 The log is synthetic, and its match density does not depend on its size. Every hundred queries are about one
-topic with 200 words of its own (Zipf). They express its ten intents, each 2 to 6 of those words, and add up
-to four words of a vocabulary that all topics share (2,000 words, Zipf). So the vocabulary grows with the log,
-as in real ones. A word's importance rises with its rarity and varies from query to query. Times are processor
-seconds of one process per size.
+topic with 200 separate words (Zipf). They express its ten intents, each 2 to 6 of those words, and add up to
+four words of a vocabulary that all topics share (2,000 words, Zipf). So the vocabulary grows with the log,
+like that of real logs. A word's importance rises with its rarity and varies from query to query. Times are
+processor seconds of one process per size.
 """
 
 import time
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def join(queries: int) -> Row:
-    """Return the figures of one join, after a small one that compiles and imports."""
+    """Measure one join, after a small one that compiles and imports."""
     config = AssociationConfig()
     associations(*term_scores(TOPIC), config=config)
     scores, ids = term_scores(queries)
@@ -65,13 +65,13 @@ def join(queries: int) -> Row:
 
 
 def against_every_pair(queries: int) -> Row:
-    """Return the times of the join and of Algorithm 1 as printed; AssertionError if the results differ."""
+    """Measure the join and Algorithm 1 as printed; AssertionError if the results differ."""
     scores, ids = term_scores(queries)
     planned = [
         dict(zip(scores.terms[a:b].tolist(), scores.scores[a:b].tolist(), strict=True))
         for a, b in zip(scores.offsets[:-1].tolist(), scores.offsets[1:].tolist(), strict=True)
     ]
-    # In float32, as the scores are.
+    # In float32, like the scores.
     thresholds = [float(np.float32(x)) for x in (NO_CAPS.click_threshold, NO_CAPS.relevance_threshold)]
     associations(scores, ids, config=NO_CAPS)  # compiles
     marks = [time.process_time()]
@@ -87,18 +87,18 @@ def against_every_pair(queries: int) -> Row:
 
 
 def term_scores(queries: int) -> tuple[TermScores, UInt64[ndarray, " queries"]]:
-    """Return scores and ids of queries, which are whole topics."""
+    """Return scores and ids of queries, of complete topics."""
     rng = np.random.default_rng([0, 0])
     intent = np.arange(queries) // TOPIC * INTENTS + rng.integers(0, INTENTS, queries)
     words = rng.integers(2, 7, int(intent.max()) + 1)
     word = _zipf(rng, TOPIC_WORDS, int(words.sum()))
     counts = words[intent]
-    own_rows = np.repeat(np.arange(queries), counts)
-    within = np.arange(len(own_rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    own_word = word[np.repeat((np.cumsum(words) - words)[intent], counts) + within]
-    rows = np.concatenate([own_rows, np.repeat(np.arange(queries), rng.integers(0, 5, queries))])
-    rank = np.concatenate([own_word, _zipf(rng, COMMON_WORDS, len(rows) - len(own_rows))])
-    common = np.arange(len(rows)) >= len(own_rows)
+    topic_rows = np.repeat(np.arange(queries), counts)
+    within = np.arange(len(topic_rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    topic_word = word[np.repeat((np.cumsum(words) - words)[intent], counts) + within]
+    rows = np.concatenate([topic_rows, np.repeat(np.arange(queries), rng.integers(0, 5, queries))])
+    rank = np.concatenate([topic_word, _zipf(rng, COMMON_WORDS, len(rows) - len(topic_rows))])
+    common = np.arange(len(rows)) >= len(topic_rows)
 
     vocabulary = np.where(common, 0, 1 + rows // TOPIC).astype(np.uint64)
     terms = mix_bits((vocabulary << np.uint64(32)) | rank.astype(np.uint64))
@@ -107,7 +107,7 @@ def term_scores(queries: int) -> tuple[TermScores, UInt64[ndarray, " queries"]]:
     scores = np.clip(base + rng.uniform(-0.15, 0.15, len(rows)), 0, 1).astype(np.float32)
 
     _, first = np.unique(np.stack([rows.astype(np.uint64), terms]), axis=1, return_index=True)
-    first.sort()  # by occurrence, then by query: the order that a planner gives
+    first.sort()  # by occurrence, then by query: the order of a planner
     first = first[np.argsort(rows[first], kind="stable")]
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[first], minlength=queries))])
     return TermScores(offsets, terms[first], scores[first]), np.arange(queries, dtype=np.uint64)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.compare build/benchmarks/OLD build/benchmarks/NEW [--all]
 
-NAME.1.json, NAME.2.json, ... are runs of one benchmark (`benchmarks.suite --repeat N`). A metric is shown if
-the ranges of its runs do not overlap, with --all in any case. Seconds of different machines or arguments are
-not comparable: a benchmark whose environment or command differs is marked with *.
+NAME.1.json, NAME.2.json, ... are runs of one benchmark (`benchmarks.suite --repeat N`). The table has the
+metrics whose ranges of runs do not overlap, with --all every metric. Seconds of different machines or
+arguments are not comparable: a benchmark with another environment or command is marked with *.
 """
 
 import json
@@ -25,7 +25,7 @@ def main() -> None:
     parser = plain_parser(__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--all", action="store_true", help="also metrics whose ranges overlap")
+    parser.add_argument("--all", action="store_true", help="also metrics with overlapping ranges")
     options = parser.parse_args()
     old, new = read(options.old), read(options.new)
     if not old.keys() & new.keys():
@@ -51,7 +51,7 @@ def read(folder: Path) -> dict[str, list[Report]]:
 def compare(
     old: Mapping[str, Sequence[Report]], new: Mapping[str, Sequence[Report]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each metric that both sides have; ``apart`` is whether the ranges do not overlap."""
+    """Yield a row for each metric that both sides have; ``apart``: whether the ranges do not overlap."""
     for name in sorted(old.keys() & new.keys()):
         runs = [*old[name], *new[name]]
         conditions = {(run.get("command"), *(run["environment"].get(key) for key in MACHINE)) for run in runs}

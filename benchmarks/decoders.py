@@ -1,16 +1,17 @@
-"""Does a small decoder learn to retrieve, pooled at its end token? In plain lines, and in this package.
+"""Retrieval quality of small decoders that are pooled at their end token, in plain lines and in this package.
 
     python -m benchmarks.decoders --json docs/results/decoders.json
 
-SmolLM2's first layers, LoRA, batches of 16 with in-batch negatives only; medquad's questions and answers,
-split by focus. Held out are 100 questions and a pool of 150 answers; chance finds the right one among ten for
-a question in 15. The plain lines (benchmarks/plain.py) are PyTorch, transformers and peft: where they
-differ from the package, the fault is ours. The decoder reads a query `whole`, or as LightRetriever's
-`tokens`, one by one after an instruction; documents, too, in the ablations of its Table 4 (`light both`, and
-`light documents`, whose queries are read whole); with its whole objective (`all losses`) documents have term
-weights, too, and learn from the whole query. Or a small encoder reads queries (`encoder`, as in ScalingDoc),
-or both sides (`two encoders`, as in TwinBERT), or learns a trained decoder's embeddings of the queries
-(`student`, as in ScalingNote; `R@10 before` is the decoder's then).
+The decoder is SmolLM2's first layers with LoRA, in batches of 16 with only in-batch negatives; the data are
+medquad's questions and answers, split by focus. Held out are 100 questions and a pool of 150 answers; chance
+finds the right one among ten for one question in 15. The plain lines (benchmarks/plain.py) are PyTorch,
+transformers and peft: a difference from them is a fault of the package. The decoder reads a query `whole`, or
+like LightRetriever its `tokens`, one by one after an instruction; documents, too, in the ablations of its
+Table 4 (`light both`, and `light documents`, which reads queries whole). With LightRetriever's complete
+objective (`all losses`) documents also have term weights and learn from the uncut query. Or a small encoder
+reads queries (`encoder`, like ScalingDoc) or both sides (`two encoders`, like TwinBERT), or it learns a
+trained decoder's embeddings of the queries (`student`, like ScalingNote; `R@10 before` is then the
+decoder's).
 """
 
 import json
@@ -68,11 +69,11 @@ TOP_K, DENSE_WEIGHT = 4096, 0.7
 
 
 class Made(Config):
-    """The config of artifacts made of :class:`Pairs`."""
+    """Config of artifacts that are made from :class:`Pairs`."""
 
 
 def artifacts(pairs: Pairs, folder: Path) -> tuple[Artifact, Artifact]:
-    """A dataset and triplets without hard negatives, whose documents are answers and have no title."""
+    """Write a dataset and triplets without hard negatives; the documents are answers without a title."""
     rows = [*pairs.train, *pairs.held_out]
     splits = ["train"] * len(pairs.train) + ["test"] * len(pairs.held_out)
     documents = [
@@ -105,14 +106,14 @@ def artifacts(pairs: Pairs, folder: Path) -> tuple[Artifact, Artifact]:
 
 
 def ours(pairs: Pairs, folder: Path, *, read: Read, layers: int, steps: int, **knobs: Any) -> Figures:
-    """Train by the stage `train`, in this process; `knobs` are of its config."""
+    """Train and score towers of the stage `train`, in this process; `knobs` belong to its config."""
     towers = _train(pairs, folder, read=read, layers=layers, steps=steps, **knobs)
     losses = {at["step"]: at["contrastive"] for at in towers.read_json("curve.json")}
     return described(losses) | scored(towers, towers, pairs)
 
 
 def student_of(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figures:
-    """Train a decoder by the stage `train`, and a student of its embeddings by `teacher` and `distill`."""
+    """Train a decoder (stage `train`) and a student of its embeddings (stages `teacher` and `distill`)."""
     from scalingnote.encode import job as encode
     from scalingnote.encode.config import TeacherConfig
     from scalingnote.train.distillation import job
@@ -150,7 +151,7 @@ def _train(
     reading: Figures | None = None,
     **knobs: Any,
 ) -> Artifact:
-    """Towers of the stage `train`, in this process; `knobs` are of its config."""
+    """Train towers with the stage `train`, in this process; `knobs` belong to its config."""
     from scalingnote.train import job
     from scalingnote.train.config import TrainConfig
 
@@ -171,7 +172,7 @@ def _train(
 
 
 def _towers(read: Read, layers: int, reading: Figures) -> Figures:
-    """The towers of a config, and the dimension that they project to: that of the smaller model."""
+    """Return the towers of a config, and the dimension of their projection: that of the smaller model."""
     projection = "none" if plain.dim_of(read) == smollm.HIDDEN else "random"
     lora = {"lora": {"rank": RANK, "alpha": 2 * RANK}, "projection": projection}
     prompt = f"{{content}}{smollm.END}[EMB]"
@@ -193,25 +194,26 @@ def _towers(read: Read, layers: int, reading: Figures) -> Figures:
 
 
 def scored(towers: Artifact, asking: Artifact, pairs: Pairs) -> Figures:
-    """Recalls of the pool by embeddings and, with a sparse head, by term weights and by both.
+    """Compute recalls over the pool by embeddings and, with a sparse head, by term weights and by both.
 
-    Documents are read by the dual encoder `towers`, queries by it or by a student, `asking`.
+    The dual encoder `towers` encodes documents; `asking`, which is the same or a student, encodes queries.
 
-    The hybrid is that of LightRetriever's authors: scores over the pool scaled to 0 and 1, 0.7 and 0.3.
+    The hybrid is that of LightRetriever's authors: scores over the pool scaled to [0, 1], weights 0.7 and
+    0.3.
     """
     questions = [question for question, _ in pairs.held_out[:QUERIES]]
     answers = [answer for _, answer in pairs.held_out]
     encoder = Encoder.load(towers.directory("document"))
     empty = [""] * len(answers)
     rows = encoder.document_rows(pa.table({"title": empty, "topic": empty, "content": answers}))
-    read = [row for row in rows if isinstance(row, TokenRow)]
-    assert len(read) == len(answers), "an answer cannot be read"
-    encoded = encoder.encode_with_cost(read, top_k=TOP_K)
+    token_rows = [row for row in rows if isinstance(row, TokenRow)]
+    assert len(token_rows) == len(answers), "an answer cannot be read"
+    encoded = encoder.encode_with_cost(token_rows, top_k=TOP_K)
     queries = QueryEncoder(asking.directory("query")).encode_queries(questions)
     dense = arrow.l2_normalize(queries) @ arrow.l2_normalize(encoded.embeddings[:, -1]).T
-    found = recalls_of("dense", dense)
+    figures = recalls_of("dense", dense)
     if encoded.terms is None:
-        return found
+        return figures
     sparse_query = SparseQuery.load(towers.directory("sparse_query"))
     terms = sparse_query.encode(questions)
     size = sparse_query.vocabulary
@@ -222,7 +224,7 @@ def scored(towers: Artifact, asking: Artifact, pairs: Pairs) -> Figures:
     by_terms = (counts @ sparse.csr_matrix(weights, shape=(len(answers), size)).T).toarray()
     scaled = [normalise(scores, scores.min(1), scores.max(1)) for scores in (dense, by_terms)]
     both = interpolate(*scaled, dense_weight=DENSE_WEIGHT)
-    return found | recalls_of("sparse", by_terms) | recalls_of("hybrid", both)
+    return figures | recalls_of("sparse", by_terms) | recalls_of("hybrid", both)
 
 
 STEPS: Mapping[Read, int] = {
@@ -245,30 +247,30 @@ NAMES: Mapping[Read, str] = {
     "student": "scalingnote_student",
 }
 ALL_LOSSES = "all losses"
-CASE = ("data", "code", "read", "layers", "steps")  # columns that say what a row measured
+CASE = ("data", "code", "read", "layers", "steps")  # columns that identify a measurement
 TERMS_LAYERS, FEW_TERMS = (4, 8, 30), 256
-BELOW = 0.02  # by so much a hybrid's R@10 may be below its better half's: two of 100 questions
+BELOW = 0.02  # a hybrid's R@10 may be below its better half's by this: two of 100 questions
 
 
 def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figures:
-    """Train LightRetriever by its whole objective, and read texts as its authors do."""
+    """Train LightRetriever with its complete objective, on texts in its authors' form."""
     case: Figures = {"read": "tokens", "layers": layers, "steps": steps, "reading": smollm.READING}
     optimizer = OPTIMIZER | smollm.SCHEDULE | {"peak_lr": smollm.LIGHTRETRIEVER_LR}
     return ours(pairs, folder, **case, optimizer=optimizer, sparse=smollm.SPARSE, align=True)
 
 
 def cases(data: str, layers: int, steps: int | None) -> list[Figures]:
-    """What is trained: the set, the code, how it reads a query, the layers of what reads documents, steps."""
-    found: list[Figures] = [
+    """Return all trainings: data set, code, reading of a query, layers of the document tower, steps."""
+    trainings: list[Figures] = [
         {"data": data, "code": code, "read": read, "layers": layers, "steps": steps or usual}
         for read, usual in STEPS.items()
         for code in ("plain", "package")
     ]
-    for case in found:
+    for case in trainings:
         if case["read"] == "two encoders":
             case["layers"] = plain.ENCODER_LAYERS
-    everything = {"code": "package", "read": ALL_LOSSES, "steps": steps or ALL_LOSSES_STEPS}
-    return [*found, found[0] | everything]
+    all_losses = {"code": "package", "read": ALL_LOSSES, "steps": steps or ALL_LOSSES_STEPS}
+    return [*trainings, trainings[0] | all_losses]
 
 
 def measured(case: Figures, pairs: Pairs, folder: Path) -> Figures:
@@ -283,19 +285,19 @@ def measured(case: Figures, pairs: Pairs, folder: Path) -> Figures:
 
 
 def terms_before_training(pairs: Pairs, layers: Sequence[int]) -> list[Figures]:
-    """What the output matrix of an untrained decoder finds by terms, in plain lines.
+    """Measure retrieval by terms with the output matrix of an untrained decoder, in plain lines.
 
     A document's weight for a term is the largest of its positions, log(1 + max(0, logit)) (LightRetriever,
-    Eq. 7); a query counts its terms. Of a language model whose layers are cut off, the matrix reads a state
-    that it was not made for.
+    Eq. 7); a query counts its terms. If the last layers of a language model are removed, the matrix reads
+    a state that it was not trained on.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm.path())
     model = AutoModelForCausalLM.from_pretrained(smollm.path(), dtype=torch.float32).eval()
-    whole, rows = model.model.layers, []
+    all_layers, rows = model.model.layers, []
     for first in layers:
-        model.model.layers = whole[:first]
+        model.model.layers = all_layers[:first]
         answers, size = [answer.lower() for _, answer in pairs.held_out], model.config.vocab_size
         weights = torch.zeros(len(answers), size)
         for number, ids in enumerate(tokenizer(answers, add_special_tokens=False).input_ids):
@@ -320,52 +322,52 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", default="medquad", help="set of pairs; default: %(default)s")
     parser.add_argument("--layers", type=int, default=smollm.LAYERS, help="of 30; default: %(default)s")
-    parser.add_argument("--steps", type=int, help="of every training; default: 60 to 600")
-    parser.add_argument("--only", choices=[*STEPS, ALL_LOSSES], help="what is trained; default: all")
+    parser.add_argument("--steps", type=int, help="of each training; default: 60 to 600")
+    parser.add_argument("--only", choices=[*STEPS, ALL_LOSSES], help="train only this; default: all")
     parser.add_argument(
         "--keep", action="store_true", help="keep the finished rows of the file; train the others"
     )
     options = parser.parse_args()
     pairs = pairs_of(options.data)
-    kept = json.loads(options.json.read_text(encoding="utf-8")) if options.keep else {}
-    done = {tuple(row[name] for name in CASE): row for row in kept.get("rows", ())}
+    previous = json.loads(options.json.read_text(encoding="utf-8")) if options.keep else {}
+    finished = {tuple(row[name] for name in CASE): row for row in previous.get("rows", ())}
     with tempfile.TemporaryDirectory(prefix="decoders-") as folder:
         for case in cases(options.data, options.layers, options.steps):
             key = tuple(case[name] for name in CASE)
-            if options.only in (None, case["read"]) and key not in done:
-                done[key] = case | measured(case, pairs, Path(folder))
-                print(done[key], flush=True)
-    rows = list(done.values())
+            if options.only in (None, case["read"]) and key not in finished:
+                finished[key] = case | measured(case, pairs, Path(folder))
+                print(finished[key], flush=True)
+    rows = list(finished.values())
     names = list(dict.fromkeys(name for row in rows for name in row))
-    filled = [{name: row.get(name, "-") for name in names} for row in rows]
-    show("Decoders pooled at their end token", filled)
-    terms = kept.get("terms", [])
+    table = [{name: row.get(name, "-") for name in names} for row in rows]
+    show("Decoders pooled at their end token", table)
+    terms = previous.get("terms", [])
     if not terms and options.only is None:
         terms = terms_before_training(pairs_of("medquad"), TERMS_LAYERS)
     if terms:
         show("Terms of a decoder before training", terms)
     settings: Figures = {"batch": BATCH, "questions": QUERIES, "answers": POOL, "one_in": POOL // 10}
     settings |= {"dense_weight": DENSE_WEIGHT, "sparse_weight": round(1 - DENSE_WEIGHT, 2)}
-    write(options.json, metrics=headlines(rows), settings=settings, rows=filled, terms=terms)
+    write(options.json, metrics=headlines(rows), settings=settings, rows=table, terms=terms)
 
 
 def headlines(rows: Sequence[Figures]) -> dict[str, float]:
-    """R@10 of the first row of each kind, which has the default sizes; of all layers, how the hybrid does."""
-    found: dict[str, float] = {}
+    """Return R@10 of the first row of each kind, which has the default sizes, and counts for all layers."""
+    metrics: dict[str, float] = {}
     for row in rows:
         if row["read"] == ALL_LOSSES:
             for half in ("dense", "sparse", "hybrid"):
-                found.setdefault(f"lightretriever_{half}_r10", row[f"{half} R@10"])
+                metrics.setdefault(f"lightretriever_{half}_r10", row[f"{half} R@10"])
         else:
             name = NAMES[row["read"]] + ("_r10_in_plain_lines" if row["code"] == "plain" else "_r10")
-            found.setdefault(name, row["dense R@10"])
-    whole = [row for row in rows if row["read"] == ALL_LOSSES and row["layers"] == smollm.ALL_LAYERS]
-    if whole:
-        found["whole_decoders"] = len(whole)
-        found["hybrid_not_below_halves"] = sum(
-            row["hybrid R@10"] >= max(row["dense R@10"], row["sparse R@10"]) - BELOW for row in whole
+            metrics.setdefault(name, row["dense R@10"])
+    uncut = [row for row in rows if row["read"] == ALL_LOSSES and row["layers"] == smollm.ALL_LAYERS]
+    if uncut:
+        metrics["whole_decoders"] = len(uncut)
+        metrics["hybrid_not_below_halves"] = sum(
+            row["hybrid R@10"] >= max(row["dense R@10"], row["sparse R@10"]) - BELOW for row in uncut
         )
-    return found
+    return metrics
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Quality against cost of every query side: which one to choose.
+"""Quality against cost of every query side, to choose one.
 
     python -m benchmarks.distillation --json docs/results/distillation.json
 
@@ -6,7 +6,7 @@ Every method is trained and measured by exact search on a dataset's quickstart s
 towers from scratch and (encoders only) on MiniLM; methods that share stage I share its artifact. Quality:
 means over seeds, with a two-sided paired t-test of success@50 per query against the teacher's. Cost: queries
 per processor second of one thread, one query at a time, string in and embedding out, in the fastest form of
-the saved folder. Finished trials are in ``--trials`` and are not run again.
+the saved folder. Finished trials are in ``--trials`` and are not repeated.
 """
 
 import math
@@ -24,7 +24,7 @@ from benchmarks.trials import require, run_given, trial_machines, trial_parser
 from scalingnote.core.log import configure
 from scalingnote.evaluate.measures import paired_t_test
 
-LIGHTRETRIEVER = "lightretriever"  # reads single tokens behind an instruction, as decoders do
+LIGHTRETRIEVER = "lightretriever"  # reads single tokens after an instruction, which needs a decoder
 METHODS = (
     *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingnote-2l-corpus"),
     *("scalingdoc", "twinbert"),
@@ -38,42 +38,42 @@ TEACHER = "scalingdual"
 SHOWN = ("R@1", "R@10", "R@50", "R@100", "nDCG@10")
 STEPS = {"python_docs": 200}  # of stage I, from scratch; elsewhere 100
 MINILM_STEPS, MINILM = 24, ("dataset.max_documents=3000",)
-# Small batches: a student from scratch needs steps. A row of EmbedDistill's holds documents: fewer passes.
+# Small batches: a student from scratch needs steps. A row of EmbedDistill has documents: fewer passes.
 KNOBS = {"scalingnote": ("distill.global_batch=64",), "embeddistill": ("distill.epochs=3",)}
 EQUAL = 1e-9  # a spread below it is rounding
 
 
 class Row:
-    """What one query side gave, by seed."""
+    """Results of one query side, by seed."""
 
     def __init__(self, sides: Mapping[int, Side]) -> None:
         speeds = [side.speed for side in sides.values() if side.speed is not None]
         self.sides = sides
-        self.speed = max(speeds) if speeds else None  # what is slower was disturbed
+        self.speed = max(speeds) if speeds else None  # slower ones were disturbed
 
     def mean(self, name: str) -> float:
-        """Mean over seeds."""
+        """Compute the mean over seeds."""
         return float(np.mean([side.measures[name] for side in self.sides.values()]))
 
     def spread(self, name: str) -> float:
-        """Standard deviation over seeds."""
+        """Compute the standard deviation over seeds."""
         values = [side.measures[name] for side in self.sides.values()]
         return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
     def shown(self, name: str) -> str:
-        """Mean over seeds, with the standard deviation if they differ: BM25 has no seed."""
+        """Return the mean over seeds as text, with the standard deviation if seeds differ."""
         mean, spread = self.mean(name), self.spread(name)
         return f"{mean:.3f}" if spread < EQUAL else f"{mean:.3f} ± {spread:.3f}"
 
     def with_common_seeds(self, other: "Row") -> "tuple[Row, Row]":
-        """This and another, of the seeds that both have."""
+        """Return this row and another, restricted to their common seeds."""
         both = self.sides.keys() & other.sides.keys()
         mine, theirs = (Row({seed: row.sides[seed] for seed in both}) for row in (self, other))
         return mine, theirs
 
     @property
     def success(self) -> Float[ndarray, " queries"]:
-        """Of each query, averaged over seeds."""
+        """Success of each query, averaged over seeds."""
         return np.asarray(np.mean([side.success for side in self.sides.values()], axis=0))
 
 
@@ -94,17 +94,17 @@ def main() -> None:
         if backbone != "minilm" or not method.startswith(LIGHTRETRIEVER)
     ]
     outcomes = run_given(trials, options)
-    found = {
+    sides_by_title = {
         f"{dataset}, {backbone}": rows(
             o for o in outcomes if (o.trial.dataset, o.trial.backbone) == (dataset, backbone)
         )
         for dataset, backbone in product(options.datasets, options.backbones)
     }
-    found = {title: sides for title, sides in found.items() if TEACHER in sides}
-    tables = {title: table(sides) for title, sides in found.items()}
+    sides_by_title = {title: sides for title, sides in sides_by_title.items() if TEACHER in sides}
+    tables = {title: table(sides) for title, sides in sides_by_title.items()}
     for title, lines in tables.items():
         show(title, lines)
-    write(options.json, metrics=metrics(found), machine=trial_machines(outcomes), tables=tables)
+    write(options.json, metrics=metrics(sides_by_title), machine=trial_machines(outcomes), tables=tables)
     require(trials, outcomes, options)
 
 
@@ -117,16 +117,16 @@ def trial(
     steps: int | None = None,
     knobs: Sequence[str] = (),
 ) -> Trial:
-    """One method of ``configs/methods`` at the sizes of this benchmark."""
+    """Return the trial of a method of ``configs/methods`` at the sizes of this benchmark."""
     pretrained = backbone == "minilm"
     usual = MINILM_STEPS if pretrained else STEPS.get(dataset, 100)
     of_method = KNOBS.get(method.split("-")[0], ())
-    own = (*(MINILM if pretrained else ()), *of_method, *knobs)
-    return Trial(dataset, backbone, f"methods/{method}", seed, steps or usual, own)
+    all_knobs = (*(MINILM if pretrained else ()), *of_method, *knobs)
+    return Trial(dataset, backbone, f"methods/{method}", seed, steps or usual, all_knobs)
 
 
 def rows(outcomes: Iterable[Outcome]) -> dict[str, Row]:
-    """Query side -> what it gave over the seeds. One that several methods report is taken from the first."""
+    """Return query side -> results over the seeds, from the first method that reports the side."""
     found: dict[str, dict[int, Side]] = {}
     for outcome in outcomes:
         for name, side in outcome.sides.items():
@@ -135,9 +135,9 @@ def rows(outcomes: Iterable[Outcome]) -> dict[str, Row]:
 
 
 def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
-    """Rows as they are shown, the best R@50 first."""
+    """Return the rows of the printed table, the best R@50 first."""
     best = rows[TEACHER]
-    shown = []
+    lines = []
     for name, row in sorted(rows.items(), key=lambda item: -item[1].mean("R@50")):
         line: dict[str, Any] = {
             "query side": name,
@@ -148,12 +148,12 @@ def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
         of_teacher, p = share(row, best), p_value(row, best)
         line["of the teacher's R@50"] = "-" if math.isnan(of_teacher) else f"{of_teacher:.1%}"
         line["p"] = "-" if row is best or math.isnan(p) else f"{p:.3f}"
-        shown.append(line)
-    return shown
+        lines.append(line)
+    return lines
 
 
 def p_value(row: Row, best: Row) -> float:
-    """Two-sided paired t-test over queries, of success@50 over seeds; NaN without a common one."""
+    """Compute p of a two-sided paired t-test over queries of success@50; NaN without a common seed."""
     mine, theirs = row.with_common_seeds(best)
     if not mine.sides:
         return math.nan
@@ -161,13 +161,13 @@ def p_value(row: Row, best: Row) -> float:
 
 
 def share(row: Row, best: Row) -> float:
-    """Its R@50 over the teacher's of the same seeds; NaN without any."""
+    """Return R@50 over the teacher's of the same seeds; NaN without a common seed."""
     mine, theirs = row.with_common_seeds(best)
     return mine.mean("R@50") / theirs.mean("R@50") if mine.sides else math.nan
 
 
 def metrics(found: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
-    """Return ratios of R@50, each of the table that has the least.
+    """Return ratios of R@50, each from the table with the smallest.
 
     The best student over the teacher; the best query side without a model over the teacher, and over BM25.
     """
@@ -189,7 +189,7 @@ def metrics(found: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
 
 
 def is_light(name: str) -> bool:
-    """Whether a query of this row is looked up, or counted: no model runs."""
+    """Return whether a query of this row is looked up or counted, without a model."""
     tower, _, what = name.partition(" ")
     return tower.startswith("lookup") or tower == LIGHTRETRIEVER or what == "(sparse)"
 

@@ -1,13 +1,13 @@
-"""Encoding documents: the whole Ray job against the bare forward pass, and against sentence-transformers.
+"""Encoding documents: the Ray job against the bare forward pass, and against sentence-transformers.
 
     python -m benchmarks.encode --json docs/results/encode.json
 
 - floor: only the tower's forward pass, one thread, on token rows packed before the clock starts
 - job: the stage as users run it, one worker of one thread: reading, hashing, tokenising, encoding, writing
-  and committing; Ray's start and the loading of the model, which do not grow, are left out
+  and committing; without Ray's start and the loading of the model, which do not grow with the documents
 - sentence-transformers: `encode` on the same weights and documents, one thread, its best batch size
 
-Each over documents of mixed and of equal length, in tokens per second; the job also with two workers.
+Each runs over documents of mixed and of equal length, in tokens per second; the job also with two workers.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
 BUDGETS = (1024, 2048, 4096, 8192)
 BATCHES = (8, 16, 32, 64)
-TRIED_DOCUMENTS = 1500  # that choose a side's best size
+TRIED_DOCUMENTS = 1500  # to choose a side's best size
 WORDS, SPREAD = 60, 0.8  # of a document: the median, and the deviation of the logarithm
 LAYERS, HIDDEN = 2, 256  # of the tower
 OURS, PEER = "job, 1 worker", "sentence-transformers"
@@ -38,7 +38,7 @@ PROMPT = "{title} [TITLE_QUERY] {topic}: {content} [CONTENT_QUERY] [EMB]"
 
 
 class Made(Config):
-    """The config of inputs made up here."""
+    """Config of the inputs of this benchmark."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure_speed(folder: Path, documents: int, spread: float, *, rounds: int) -> dict[str, list[Row]]:
-    """The rates of all sides, which take turns, in each round."""
+    """Measure the rates of all sides, which take turns in each round."""
     folder.mkdir()
     dataset = make_documents(f"{folder}/dataset", documents, rows_per_part=512, spread=spread)
     towers = make_towers(f"{folder}/towers", dataset, layers=LAYERS, hidden=HIDDEN)
@@ -71,15 +71,15 @@ def measure_speed(folder: Path, documents: int, spread: float, *, rounds: int) -
         PEER: lambda _: run_isolated(peer, *uris, batch),
         "job, 2 workers": lambda n: run_isolated(job_speed, *uris, budget, f"{folder}/two-{n}", workers=2),
     }
-    found: dict[str, list[Row]] = {name: [] for name in sides}
+    rows_by_side: dict[str, list[Row]] = {name: [] for name in sides}
     for number in range(rounds):
         for name, side in sides.items():
-            found[name].append(side(number))
-    return found
+            rows_by_side[name].append(side(number))
+    return rows_by_side
 
 
 def medians(lengths: str, found: dict[str, list[Row]]) -> list[Row]:
-    """A row for each side."""
+    """Return a row for each side."""
     middle = {name: float(np.median([row["tokens/s"] for row in rows])) for name, rows in found.items()}
     return [
         {
@@ -94,7 +94,7 @@ def medians(lengths: str, found: dict[str, list[Row]]) -> list[Row]:
 
 
 def ratios(found: dict[str, list[Row]]) -> dict[str, float]:
-    """Medians of the rounds' ratios: a machine that slows down between rounds changes neither side."""
+    """Return medians of the rounds' ratios, which do not change if the machine slows down between rounds."""
 
     def over(side: str, other: str) -> float:
         pairs = zip(found[side], found[other], strict=True)
@@ -109,14 +109,14 @@ def ratios(found: dict[str, list[Row]]) -> dict[str, float]:
 
 
 def rate(work: Callable[[], object], tokens: int, size: str) -> Row:
-    """Tokens per second of some work."""
+    """Measure the tokens per second of some work."""
     start = time.perf_counter()
     work()
     return {"tokens/s": tokens / (time.perf_counter() - start), "micro-batch": size}
 
 
 def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Row:
-    """The forward pass over rows that were tokenised, sorted and packed beforehand."""
+    """Measure the forward pass over rows that are already tokenised, sorted and packed."""
     import torch
 
     from scalingnote.encode.documents import tokenise
@@ -125,10 +125,10 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
     from scalingnote.models.batch import collate
 
     torch.set_num_threads(1)
-    made = open_artifact(towers, kind="dual_encoder")
+    dual_encoder = open_artifact(towers, kind="dual_encoder")
     table = open_artifact(dataset, kind="dataset").table("documents").slice(0, most)
-    rows = tokenise(table, load_document_prompt(made)).rows
-    tower = load_document_encoder(made, budget).tower
+    rows = tokenise(table, load_document_prompt(dual_encoder)).rows
+    tower = load_document_encoder(dual_encoder, budget).tower
     lengths = [len(row.ids) for row in rows]
     batches = [
         collate([rows[i] for i in chosen], pad=tower.pad, packed=tower.packs)
@@ -140,20 +140,20 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
 
 
 def job_speed(dataset: str, towers: str, budget: int, output: str, *, workers: int) -> Row:
-    """The stage, from the first document that is read to the last that is committed."""
+    """Measure the stage, from reading the first document to committing the last."""
     from scalingnote.core import cluster
     from scalingnote.encode import job
     from scalingnote.encode.config import EncodeConfig, Fleet
 
     cluster.connect()
     config = EncodeConfig(token_budget=budget, resources=Fleet(workers=workers))
-    made = job.run(config, dataset=dataset, dual_encoder=towers, output=output).manifest.info["encoding"]
-    speed = workers * made["tokens"] / made["worker_seconds"]
+    encoding = job.run(config, dataset=dataset, dual_encoder=towers, output=output).manifest.info["encoding"]
+    speed = workers * encoding["tokens"] / encoding["worker_seconds"]
     return {"tokens/s": speed, "micro-batch": f"{budget} tokens"}
 
 
 def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
-    """sentence-transformers on the folder that a tower is saved to, texts in and unit vectors out."""
+    """Measure sentence-transformers on the folder of a saved tower, from texts to unit vectors."""
     import torch
     from sentence_transformers import SentenceTransformer
 
@@ -162,35 +162,35 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     from scalingnote.models.library_export import document_layout
 
     torch.set_num_threads(1)
-    made = open_artifact(towers, kind="dual_encoder")
+    dual_encoder = open_artifact(towers, kind="dual_encoder")
     table = open_artifact(dataset, kind="dataset").table("documents").slice(0, most)
-    folder = made.directory("document")
+    folder = dual_encoder.directory("document")
     model = SentenceTransformer(str(folder), device="cpu")
-    written = document_layout(made.read_json("document/tower.json")["prompt"], causal=True)
-    texts = [written.format(**row) for row in table.select(["title", "topic", "content"]).to_pylist()]
-    rows = tokenise(table, load_document_prompt(made)).rows
-    given: Row = {"batch_size": batch, "normalize_embeddings": True, "show_progress_bar": False}
-    model.encode(texts[:16], **given)
+    layout = document_layout(dual_encoder.read_json("document/tower.json")["prompt"], causal=True)
+    texts = [layout.format(**row) for row in table.select(["title", "topic", "content"]).to_pylist()]
+    rows = tokenise(table, load_document_prompt(dual_encoder)).rows
+    settings: Row = {"batch_size": batch, "normalize_embeddings": True, "show_progress_bar": False}
+    model.encode(texts[:16], **settings)
     tokens = sum(len(row.ids) for row in rows)
-    return rate(lambda: model.encode(texts, **given), tokens, f"{batch} rows")
+    return rate(lambda: model.encode(texts, **settings), tokens, f"{batch} rows")
 
 
 def make_documents(uri: str, count: int, *, rows_per_part: int, spread: float) -> Artifact:
-    """A dataset whose contents have WORDS words at the median, log-normal with deviation `spread`."""
+    """Write a dataset with contents of WORDS words at the median, log-normal with deviation `spread`."""
     rng = np.random.default_rng(0)
     vocabulary = np.array(["".join(word) for word in rng.choice(SYLLABLES, (4000, 3))])
     draft = Draft(uri, kind="dataset", config=Made(), parents={})
     for number, start in enumerate(range(0, count, rows_per_part)):
         size = min(rows_per_part, count - start)
         lengths = np.maximum(np.exp(rng.normal(np.log(WORDS), spread, size)).astype(int), 1)
-        drawn = vocabulary[(rng.pareto(1.0, lengths.sum()) * 20).astype(int) % len(vocabulary)].tolist()
+        words = vocabulary[(rng.pareto(1.0, lengths.sum()) * 20).astype(int) % len(vocabulary)].tolist()
         stops = np.cumsum(lengths).tolist()
         rows = [
             {
                 "doc_id": f"d{start + i:09d}",
-                "title": " ".join(drawn[stop - length : stop][:3]),
+                "title": " ".join(words[stop - length : stop][:3]),
                 "topic": f"topic {i % 8}",
-                "content": " ".join(drawn[stop - length : stop]),
+                "content": " ".join(words[stop - length : stop]),
                 "group": "",
             }
             for i, (length, stop) in enumerate(zip(lengths.tolist(), stops, strict=True))
@@ -201,7 +201,7 @@ def make_documents(uri: str, count: int, *, rows_per_part: int, spread: float) -
 
 
 def make_towers(uri: str, dataset: Artifact, *, layers: int, hidden: int) -> Artifact:
-    """Return a dual encoder with only a document tower: a small Qwen2 with random weights."""
+    """Write a dual encoder with only a document tower: a small Qwen2 with random weights."""
     texts = next(dataset.batches("documents", rows=2000))["content"].to_pylist()
     scratch = Scratch(
         layers=layers, hidden=hidden, heads=4, intermediate=2 * hidden, vocabulary=4000, max_positions=544
@@ -209,8 +209,8 @@ def make_towers(uri: str, dataset: Artifact, *, layers: int, hidden: int) -> Art
     config = TowerConfig(backbone=scratch, prompt=PROMPT, max_length=512)
     learnt = backbone.train_tokenizer(texts, vocabulary=4000)
     draft = Draft(uri, kind="dual_encoder", config=Made(), parents={})
-    made = dual_encoder.build_tower(config, role="document", dim=128, tokenizer_json=learnt, seed=0)
-    made.save(Path(draft.path("document")))
+    tower = dual_encoder.build_tower(config, role="document", dim=128, tokenizer_json=learnt, seed=0)
+    tower.save(Path(draft.path("document")))
     return draft.commit(counts={})
 
 

@@ -1,15 +1,15 @@
-"""One gateway before 1 to 48 groups of shards, and second calls if one searcher is slow.
+"""One gateway with 1 to 48 groups of shards, and second calls if one searcher is slow.
 
     python -m benchmarks.fanout --json docs/results/fanout.json
 
 The gateway is this process: the service's HTTP application, called without a socket, with its fan-out,
 merging and JSON. All aggregators are in a second process and all searchers in a third, asynchronous actors of
-Ray. A searcher sleeps for as long as a scan of vectors took a processor here, and answers with ten documents.
+Ray. A searcher sleeps for the processor time of a scan of vectors on this machine, and returns ten documents.
 
-On two cores the gateway shares the machine with all that it calls, which it does not in a cluster: its
-queries/s are those of a second of processor time of its event loop, the thread that limits a gateway.
-Latencies are of two queries at a time. Second calls are measured with searchers in this process: the only
-slow one is the one that is meant to be.
+On two cores, in contrast to a cluster, the gateway shares the machine with the parts that it calls: its
+queries/s are those per second of processor time of its event loop, the thread that limits a gateway.
+Latencies are those of two queries at a time. Second calls are measured with searchers in this process, so
+that only the intended one is slow.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ from scalingnote.serve.fan_out import Aggregator, FanOut, sizes
 from scalingnote.serve.service import Service
 from scalingnote.serve.versions import VersionContent, Versions
 
-# Groups, and how many an aggregator calls: 16 with and without aggregators show whether these pay.
+# Groups, and groups per aggregator: 16 groups with and without aggregators show whether these help.
 CASES = ((1, 16), (8, 16), (16, 16), (16, 8), (48, 16))
 K, DIM = 10, 64
-SCANNED = 100_000  # vectors of a scan whose time is a searcher's
-SLOW = 50.0  # times as long as the others, of one replica of one group
+SCANNED = 100_000  # vectors of a scan, which gives a searcher's time
+SLOW = 50.0  # factor of the time of one replica of one group
 HEDGED_GROUPS, SLOW_GROUP = 8, 5
 WARM_QUERIES, HEDGED_QUERIES = 100, 400
 CROWD = 64  # queries at once under load
@@ -60,7 +60,7 @@ class Searchers:
         self._seconds, self._slow, self._rng = seconds, slow, np.random.default_rng(seed)
 
     async def search_many(self, group: int, pickled: bytes) -> bytes:
-        """Ten documents of a group for each query."""
+        """Return ten documents of a group for each query."""
         await asyncio.sleep(self._rng.choice(self._seconds) * (SLOW if group == self._slow else 1))
         ids = group * K + np.arange(K)
         rows = [
@@ -77,18 +77,18 @@ class Searchers:
 
 
 class Aggregators:
-    """All aggregators, which would be processes of their own."""
+    """All aggregators, which are separate processes in a service."""
 
     def __init__(self, searchers: Any, shared: Sequence[Sequence[int]]) -> None:
         self._all = [Aggregator([_Remote(searchers, g) for g in own], own, False) for own in shared]  # type: ignore[misc]
 
     async def search_many(self, number: int, pickled: bytes, left_s: float) -> bytes:
-        """The answers of one of them."""
+        """Return the answers of one aggregator."""
         return await self._all[number].search_many(pickled, left_s)
 
 
 class _Remote:
-    """One group or one aggregator in another process, in the form of a handle of Ray Serve."""
+    """One group or one aggregator in another process, with the interface of a handle of Ray Serve."""
 
     def __init__(self, actor: Any, number: int, *, aggregates: bool = False) -> None:
         self._actor, self._number, self._aggregates = actor, number, aggregates
@@ -101,7 +101,7 @@ class _Remote:
 
 
 class _Replicas:
-    """Two replicas of a group in this process; a call goes to the one with fewer, as Ray Serve has it."""
+    """Two replicas of a group in this process; a call goes to the one with fewer calls, like in Ray Serve."""
 
     def __init__(self, replicas: Sequence[Searchers], group: int) -> None:
         self._replicas, self._group = replicas, group
@@ -120,7 +120,7 @@ class _Replicas:
 
 
 class _Parts:
-    """An encoder and the content of the index, which answer a gateway at once."""
+    """An encoder and the content of the index, without any work."""
 
     def __init__(self, groups: int) -> None:
         layout = IndexLayout(DIM, 10**6, groups, "flat", "flat", 1, 1, 1, None, ())
@@ -175,33 +175,33 @@ def main() -> None:
 
 
 def scan_seconds() -> list[float]:
-    """How long scans of vectors took this thread's processor."""
+    """Measure the processor time of scans of vectors in this thread."""
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((SCANNED, DIM), dtype=np.float32)
-    found = []
+    seconds = []
     for query in rng.standard_normal((300, DIM), dtype=np.float32):
         started = time.thread_time()
         np.argpartition(vectors @ query, -K)
-        found.append(time.thread_time() - started)
-    return found
+        seconds.append(time.thread_time() - started)
+    return seconds
 
 
 def measure(seconds: list[float], groups: int, most: int, queries: int) -> tuple[float, float, float]:
-    """Queries of a second of the loop's processor time; p50 and p99 in milliseconds, of two at a time."""
+    """Measure queries per second of the loop's processor time; p50 and p99 in ms, with two at a time."""
     actor: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
     searcher: Any = ray.remote(Searchers)
     aggregator: Any = ray.remote(Aggregators)
     config = ServeConfig(deadline_s=DEADLINE_S, groups_per_aggregator=most)
-    shared = sizes(groups, config)
+    group_sizes = sizes(groups, config)
     searchers = searcher.options(**actor).remote(seconds)
-    aggregators = aggregator.options(**actor).remote(searchers, shared)
+    aggregators = aggregator.options(**actor).remote(searchers, group_sizes)
     ray.get([searchers.__ray_ready__.remote(), aggregators.__ray_ready__.remote()])
     targets: list[Any] = [_Remote(searchers, group) for group in range(groups)]
-    called: list[Any] = [_Remote(aggregators, number, aggregates=True) for number in range(len(shared))]
+    callees: list[Any] = [_Remote(aggregators, number, aggregates=True) for number in range(len(group_sizes))]
     parts = LocalHandle(_Parts(groups))
     catalog = Catalog(Version("v", "nowhere", 10**6, DIM, ""))
     arms = [ServedArm("default", parts, "fake", personalised=False)]
-    service = Service(Deployed(arms, catalog, targets, called), config)
+    service = Service(Deployed(arms, catalog, targets, callees), config)
     service.versions = versions = Versions(catalog, [parts])
     application = api.build(service, config)
 
@@ -220,45 +220,45 @@ def measure(seconds: list[float], groups: int, most: int, queries: int) -> tuple
         spent = time.thread_time() - started
         return spent, await latencies(ask, clients=2, queries=queries // 10)
 
-    spent, few = asyncio.run(measured())
+    spent, few_clients = asyncio.run(measured())
     for each in (searchers, aggregators):
         ray.kill(each)
-    return queries / spent, 1000 * float(np.median(few)), 1000 * float(np.quantile(few, 0.99))
+    return queries / spent, 1000 * float(np.median(few_clients)), 1000 * float(np.quantile(few_clients, 0.99))
 
 
 async def latencies(ask: Callable[[], Awaitable[None]], *, clients: int, queries: int) -> list[float]:
-    """The seconds of so many queries of some clients, each of which asks again once it is answered."""
-    left, found = iter(range(queries)), []
+    """Return the seconds of each query; every client sends the next query after an answer."""
+    remaining, seconds = iter(range(queries)), []
 
     async def client() -> None:
-        for _ in left:
+        for _ in remaining:
             started = time.perf_counter()
             await ask()
-            found.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - started)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return found
+    return seconds
 
 
 async def post(application: FastAPI, body: bytes) -> dict[str, Any]:
-    """The answer of ``POST /search``."""
-    sent: list[Any] = []
+    """Call ``POST /search`` and return the answer."""
+    messages: list[Any] = []
     scope = {"type": "http", "method": "POST", "path": "/search", "headers": HEADERS, "query_string": b""}
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Any) -> None:
-        sent.append(message)
+        messages.append(message)
 
     await application(scope, receive, send)
-    assert sent[0]["status"] == 200, sent
-    answer: dict[str, Any] = json.loads(sent[1]["body"])
+    assert messages[0]["status"] == 200, messages
+    answer: dict[str, Any] = json.loads(messages[1]["body"])
     return answer
 
 
 async def tail_ms(seconds: list[float], hedged: bool) -> float:
-    """p99 of queries, two at a time, while one replica of one group is slow."""
+    """Measure p99 of queries, two at a time, while one replica of one group is slow."""
     replicas = [Searchers(seconds, SLOW_GROUP), Searchers(seconds, seed=1)]
     handles: list[Any] = [_Replicas(replicas, group) for group in range(HEDGED_GROUPS)]
     fan_out = FanOut(handles, [[group] for group in range(HEDGED_GROUPS)], hedged=hedged)

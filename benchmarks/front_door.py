@@ -1,24 +1,24 @@
-"""Query towers distilled from a published model without queries: quality kept, speed, and seconds to distil.
+"""Query towers distilled from a published model without queries: kept quality, speed, seconds to distil.
 
     python -m benchmarks.front_door --json docs/results/front_door.json [--sets scifact ...] [--seeds N]
 
 For each teacher (all-MiniLM-L6-v2 by default, or all-mpnet-base-v2), each set (a BEIR folder below
-$SCALINGNOTE_DATA, or one of `benchmarks.public_sets`) and each seed: the teacher as published encodes the
+$SCALINGNOTE_DATA, or one of `benchmarks.public_sets`) and each seed, the published teacher encodes the
 documents, pseudo-queries are drawn from them, and students learn only from those (configs/methods). Test
-queries and judgements are used for measuring only. Quality is nDCG@10 with linear gain (trec_eval's) over all
-documents; "kept" is a student's over the teacher's.
+queries and judgements serve only for the measurement. Quality is nDCG@10 with linear gain (trec_eval's) over
+all documents; "kept" is a student's over the teacher's.
 
 - static (a table of tokens, with words and pairs of words: `table_kept_mean`), table (with rows for pairs of
   tokens and end tokens: `attention_or_terms_kept_mean`): the student's own ranking
-- bm25s: that library with an English stemmer, and the stop words, k1 and b of ours (`bm25_under_lucene_max`:
-  by how much nDCG@10 of ours is behind on the worst set)
+- bm25s: that library with an English stemmer, and our stop words, k1 and b (`bm25_under_lucene_max`: the
+  largest amount by which our nDCG@10 is lower on a set)
 - escalated30: the table's best 100, in the teacher's order for the 30 % of the queries with most doubt
-- hybrid: scores put on [0, 1] per query over the union of both best 1,000, their mean; the table with BM25
-  over the teacher with BM25
-- cosine, overlap@10: of student and teacher on held-out texts, as `distill` prints them
-- certificate_*: what `distill` expects by the overlap@10 (`agreement.expected_kept`): start and slope of a
-  line through the sets, and its largest error on a set that it leaves out. `--further-sets` count here alone,
-  with one seed
+- hybrid: the mean of both scores, scaled to [0, 1] per query over the union of both best 1,000; the table
+  with BM25 over the teacher with BM25
+- cosine, overlap@10: of student and teacher on held-out texts, like the output of `distill`
+- certificate_*: the estimate of `distill` from the overlap@10 (`agreement.expected_kept`): start and slope of
+  a line through the sets, and its largest error on a set that the fit omits. Only here `--further-sets`
+  count, with one seed
 - table_speedup_b1: queries/s of one thread, one query at a time, over the teacher's in sentence-transformers
 
 An interrupted run continues: every artifact is kept below --run-dir.
@@ -57,39 +57,39 @@ SETS = ("scifact", "nfcorpus", "feedbackqa")
 STUDENTS = ("static", "table")
 FILES = ("documents", "queries", "qrels")  # of a public set
 MAX_DOCUMENTS = 5000  # of a public set
-TEST_FRACTION = 0.5  # of its queries: none is trained on
-DEPTH = 1000  # documents of a ranking that are joined, and measured
+TEST_FRACTION = 0.5  # of its queries; no query trains
+DEPTH = 1000  # documents of a ranking that are joined and measured
 ESCALATED = 0.3  # share of the queries
 ESCALATED_DEPTH = 100  # documents that the teacher orders again
 SHARES = tuple(step / 10 for step in range(11))
 HYBRID_WEIGHT = 0.5  # of the dense score
-MEASURED_QUERIES = 400  # of a speed
+MEASURED_QUERIES = 400  # for speeds
 NOT_COMPARED: Row = {"cosine": "", "overlap@10": ""}  # with a teacher
-MIN_LINE_SETS = 4  # through fewer no line is drawn
+MIN_LINE_SETS = 4  # with fewer there is no line
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sets", nargs="+", default=SETS, help="BEIR folders, default: %(default)s")
-    parser.add_argument("--further-sets", nargs="+", default=(), help="for the certificate alone")
+    parser.add_argument("--further-sets", nargs="+", default=(), help="only for the certificate")
     parser.add_argument("--teachers", nargs="+", default=["minilm"], choices=TEACHERS)
     parser.add_argument("--students", nargs="+", default=STUDENTS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--run-dir", default="runs/front_door", help="default: %(default)s")
-    parser.add_argument("--keep", action="store_true", help="keep what the file has of other sets")
+    parser.add_argument("--keep", action="store_true", help="keep the file's rows of other sets")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against speed")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
     options = parser.parse_args()
-    kept = json.loads(options.json.read_text(encoding="utf-8")) if options.keep else {}
+    previous = json.loads(options.json.read_text(encoding="utf-8")) if options.keep else {}
     rows, curves = (
-        [row for row in kept.get(table, ()) if row["set"] not in options.sets]
+        [row for row in previous.get(table, ()) if row["set"] not in options.sets]
         for table in ("rows", "escalation")
     )
     for teacher, name, seed in product(options.teachers, options.sets, range(options.seeds)):
-        found, points = measure(teacher, name, seed, options)
-        rows += found
+        set_rows, points = measure(teacher, name, seed, options)
+        rows += set_rows
         curves += points
-        show(f"{teacher}, {name}, seed {seed}", found)
+        show(f"{teacher}, {name}, seed {seed}", set_rows)
     further: list[Row] = []
     for teacher, name in product(options.teachers, options.further_sets):
         further += measure(teacher, name, 0, options)[0]
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def config_of(teacher: str, name: str, student: str, seed: int, options: Any) -> RunConfig:
-    """The run of one student: a config of configs/methods over one set."""
+    """Return the config of one student's run: one of configs/methods with one set."""
     folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
     dataset = f"{{name: beir, path: {folder}}}"
     if name in public_sets.SETS:
@@ -139,7 +139,7 @@ def config_of(teacher: str, name: str, student: str, seed: int, options: Any) ->
 
 @dataclass(frozen=True)
 class Pool:
-    """A test set: its documents by the teacher, its queries, and who answers whom."""
+    """A test set: its documents, embedded by the teacher, its queries, and their judgements."""
 
     doc_ids: list[str]
     documents: Float[ndarray, "docs dim"]
@@ -150,7 +150,7 @@ class Pool:
 
 
 def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], list[Row]]:
-    """Rows of the teacher `of`, BM25 and each student of one set and seed, and the curve of escalation."""
+    """Measure the teacher `of`, BM25 and each student on one set and seed; return rows and escalations."""
     from scalingnote.encode.encoder import Encoder
     from scalingnote.encode.query_encoder import QueryEncoder
 
@@ -165,24 +165,26 @@ def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], lis
             encoder = Encoder.load(built["dual_encoder"].directory("query"), precision="float32")
             teacher = arrow.l2_normalize(encoder.encode_queries(pool.queries)) @ pool.documents.T
             others = {"bm25": pool.bm25, "bm25s": pool.bm25s, "teacher": teacher}
-            rows += [row(name, seed, side, pool, found, 0.0) | NOT_COMPARED for side, found in others.items()]
+            rows += [
+                row(name, seed, side, pool, scores, 0.0) | NOT_COMPARED for side, scores in others.items()
+            ]
         tower = QueryEncoder(built["student"].directory("query"), precision="float32")
-        found = arrow.l2_normalize(tower.encode_queries(pool.queries)) @ pool.documents.T
+        scores = arrow.l2_normalize(tower.encode_queries(pool.queries)) @ pool.documents.T
         kinds = ("pseudo_queries", "query_embeddings", "student")
         seconds = sum(built[kind].manifest.info["seconds"] for kind in kinds)
         compared = ("query_embeddings", "student", "dataset", "dual_encoder", "embeddings")
         measures = agreement.compare(**{kind: built[kind] for kind in compared}).measures()
-        own = {name: round(measures[name], 4) for name in ("cosine", "overlap@10")}
-        rows.append(row(name, seed, student, pool, found, seconds) | own)
+        teacher_agreement = {name: round(measures[name], 4) for name in ("cosine", "overlap@10")}
+        rows.append(row(name, seed, student, pool, scores, seconds) | teacher_agreement)
         if student == "table":
-            curves = escalated(name, seed, pool, found, teacher)
+            curves = escalated(name, seed, pool, scores, teacher)
     for each in (*rows, *curves):
         each["teacher"] = of
     return with_shares(rows), curves
 
 
 def with_shares(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one set, with what each keeps of the teacher's nDCG@10, alone and with BM25."""
+    """Add to the rows of one set the kept shares of the teacher's nDCG@10, without and with BM25."""
     teacher = next(each for each in rows if each["method"] == "teacher")
     shares = {"kept": "nDCG@10", "hybrid kept": "+ BM25"}
     return [
@@ -192,7 +194,7 @@ def with_shares(rows: Sequence[Row]) -> list[Row]:
 
 
 def pool_of(dataset: Artifact, embeddings: Artifact) -> Pool:
-    """The test queries of a dataset, over all documents that were encoded."""
+    """Return the test queries of a dataset, over all encoded documents."""
     table = embeddings.table("embeddings", ["doc_id", INDEXED_VIEW])
     doc_ids = table["doc_id"].to_pylist()
     place = {doc_id: number for number, doc_id in enumerate(doc_ids)}
@@ -219,7 +221,7 @@ def pool_of(dataset: Artifact, embeddings: Artifact) -> Pool:
 
 
 def bm25s_scores(corpus: Sequence[str], queries: Sequence[str]) -> Float[ndarray, "queries docs"]:
-    """Scores by bm25s with its own words and an English stemmer."""
+    """Compute the scores of bm25s with its word rules and an English stemmer."""
     import bm25s
     import Stemmer
 
@@ -238,7 +240,7 @@ def bm25s_scores(corpus: Sequence[str], queries: Sequence[str]) -> Float[ndarray
 def row(
     name: str, seed: int, method: str, pool: Pool, scores: Float[ndarray, "queries docs"], seconds: float
 ) -> Row:
-    """One method on one set."""
+    """Return the row of one method on one set."""
     ranking = ranked(scores)
     hybrid = float(ndcg(ranked(joined(scores, pool.bm25, HYBRID_WEIGHT)), pool.gains).mean())
     return {
@@ -253,37 +255,37 @@ def row(
 
 
 def ranked(scores: Float[ndarray, "queries docs"]) -> Int[ndarray, "queries depth"]:
-    """The best documents of each query, of equal scores the first."""
+    """Return the best documents of each query; of equal scores, the first."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :DEPTH]
 
 
 def ndcg(
     ranking: Int[ndarray, "queries depth"], gains: Float[ndarray, "queries docs"]
 ) -> Float[ndarray, " queries"]:
-    """nDCG@10 of each query, with linear gain as trec_eval has it."""
+    """Compute nDCG@10 of each query, with trec_eval's linear gain."""
     discount = 1 / np.log2(np.arange(10) + 2)
-    found = np.take_along_axis(gains, ranking[:, :10], axis=1)
+    top_gains = np.take_along_axis(gains, ranking[:, :10], axis=1)
     ideal = -np.sort(-gains, axis=1)[:, :10]
-    values: ndarray = (found @ discount[: found.shape[1]]) / (ideal @ discount[: ideal.shape[1]])
+    values: ndarray = (top_gains @ discount[: top_gains.shape[1]]) / (ideal @ discount[: ideal.shape[1]])
     return values
 
 
 def recall(ranking: Int[ndarray, "queries depth"], gains: Float[ndarray, "queries docs"]) -> float:
-    """Mean R@100."""
-    found = np.take_along_axis(gains, ranking[:, :100], axis=1) > 0
-    return float((found.sum(1) / (gains > 0).sum(1)).mean())
+    """Compute the mean R@100."""
+    relevant = np.take_along_axis(gains, ranking[:, :100], axis=1) > 0
+    return float((relevant.sum(1) / (gains > 0).sum(1)).mean())
 
 
 def joined(
     dense: Float[ndarray, "queries docs"], lexical: Float[ndarray, "queries docs"], weight: float
 ) -> Float[ndarray, "queries docs"]:
-    """Both scores on [0, 1] per query over the union of their best documents; others are last."""
+    """Average scores, scaled to [0, 1] per query over the union of the best documents; others are last."""
     out = np.full(dense.shape, -1.0, np.float32)
     for number in range(len(dense)):
         best = [np.argpartition(-side[number], DEPTH - 1)[:DEPTH] for side in (dense, lexical)]
-        found = np.union1d(best[0], best[1][lexical[number, best[1]] > 0])
-        sides = [_unit_range(side[number, found]) for side in (dense, lexical)]
-        out[number, found] = weight * sides[0] + (1 - weight) * sides[1]
+        candidates = np.union1d(best[0], best[1][lexical[number, best[1]] > 0])
+        sides = [_unit_range(side[number, candidates]) for side in (dense, lexical)]
+        out[number, candidates] = weight * sides[0] + (1 - weight) * sides[1]
     return out
 
 
@@ -299,45 +301,47 @@ def escalated(
     student: Float[ndarray, "queries docs"],
     teacher: Float[ndarray, "queries docs"],
 ) -> list[Row]:
-    """Return nDCG@10 by the share of queries whose best documents the teacher orders again."""
+    """Return nDCG@10 by the share of queries with best documents that the teacher orders again."""
     best = ranked(student)[:, :ESCALATED_DEPTH]
     order = np.argsort(-np.take_along_axis(teacher, best, axis=1), axis=1, kind="stable")
     doubts = doubt(np.take_along_axis(student, best, axis=1))
     before, after = ndcg(best, pool.gains), ndcg(np.take_along_axis(best, order, axis=1), pool.gains)
-    whole = float(ndcg(ranked(teacher), pool.gains).mean())
+    teacher_ndcg = float(ndcg(ranked(teacher), pool.gains).mean())
     rows = []
     for share in SHARES:
         chosen = doubts > escalation_threshold(doubts, share)
         value = float(np.where(chosen, after, before).mean())
         row = {"set": name, "seed": seed, "share": share, "escalated": round(float(chosen.mean()), 4)}
-        rows.append(row | {"nDCG@10": round(value, 4), "kept": round(value / whole, 4)})
+        rows.append(row | {"nDCG@10": round(value, 4), "kept": round(value / teacher_ndcg, 4)})
     return rows
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Means of each teacher and method over sets, and over seeds."""
+    """Return means of each teacher and method over sets and seeds."""
     out = []
     for teacher, method in dict.fromkeys((row["teacher"], row["method"]) for row in rows):
-        own = [row for row in rows if (row["teacher"], row["method"]) == (teacher, method)]
+        method_rows = [row for row in rows if (row["teacher"], row["method"]) == (teacher, method)]
         numbers = ("nDCG@10", "R@100", "kept", "+ BM25", "hybrid kept", "seconds")
-        means = {number: round(statistics.mean(row[number] for row in own), 4) for number in numbers}
-        seeds = len({row["seed"] for row in own})
+        means = {number: round(statistics.mean(row[number] for row in method_rows), 4) for number in numbers}
+        seeds = len({row["seed"] for row in method_rows})
         by_set = {
-            f"kept, {name}": round(statistics.mean(row["kept"] for row in own if row["set"] == name), 4)
-            for name in dict.fromkeys(row["set"] for row in own)
+            f"kept, {name}": round(
+                statistics.mean(row["kept"] for row in method_rows if row["set"] == name), 4
+            )
+            for name in dict.fromkeys(row["set"] for row in method_rows)
         }
         out.append({"teacher": teacher, "method": method, "seeds": seeds, **means, **by_set})
     return out
 
 
 def metrics_of(summary: Sequence[Row], rows: Sequence[Row], curves: Sequence[Row]) -> dict[str, float]:
-    """The numbers with a bar."""
+    """Return the metrics."""
     metrics: dict[str, float] = {}
     for teacher in dict.fromkeys(row["teacher"] for row in summary):
-        of = {row["method"]: row for row in summary if row["teacher"] == teacher}
+        by_method = {row["method"]: row for row in summary if row["teacher"] == teacher}
         points = [point for point in curves if point["teacher"] == teacher]
         before = "" if teacher == "minilm" else f"{teacher}_"
-        metrics |= {f"{before}{name}": value for name, value in _kept(of, points).items()}
+        metrics |= {f"{before}{name}": value for name, value in _kept(by_method, points).items()}
     behind = [
         theirs["nDCG@10"] - ours["nDCG@10"]
         for ours, theirs in pairwise(rows)
@@ -347,7 +351,7 @@ def metrics_of(summary: Sequence[Row], rows: Sequence[Row], curves: Sequence[Row
 
 
 def _kept(of: Mapping[str, Row], curves: Sequence[Row]) -> dict[str, float]:
-    """What the students of one teacher keep."""
+    """Return the shares that the students of one teacher keep."""
     kept = {"table_kept_mean": "static", "attention_or_terms_kept_mean": "table"}
     metrics: dict[str, float] = {name: of[student]["kept"] for name, student in kept.items() if student in of}
     if "table" in of:
@@ -359,9 +363,9 @@ def _kept(of: Mapping[str, Row], curves: Sequence[Row]) -> dict[str, float]:
 
 
 def certificate(rows: Sequence[Row]) -> dict[str, float]:
-    """The line from overlap@10 to what is kept, through the mean of each set's tables.
+    """Fit the line from overlap@10 to the kept share, through the mean of each set's tables.
 
-    The error is of a set, by the line through all others: the largest.
+    `error_max` is the largest error on a set, by the line through all others.
     """
     tables = [each for each in rows if each["method"] in STUDENTS]
     names = [*dict.fromkeys(each["set"] for each in tables)]
@@ -377,9 +381,9 @@ def certificate(rows: Sequence[Row]) -> dict[str, float]:
         overlap, kept = points[left_out]
         errors.append(abs(start + slope * overlap - kept))
     slope, start = _line(points)
-    found = {"start": start, "per_overlap": slope, "error_max": max(errors)}
-    found |= {"overlap_min": points[:, 0].min(), "overlap_max": points[:, 0].max(), "sets": len(names)}
-    return {f"certificate_{name}": round(float(value), 4) for name, value in found.items()}
+    figures = {"start": start, "per_overlap": slope, "error_max": max(errors)}
+    figures |= {"overlap_min": points[:, 0].min(), "overlap_max": points[:, 0].max(), "sets": len(names)}
+    return {f"certificate_{name}": round(float(value), 4) for name, value in figures.items()}
 
 
 def _line(points: Float[ndarray, "sets xy"]) -> tuple[float, float]:
@@ -388,7 +392,7 @@ def _line(points: Float[ndarray, "sets xy"]) -> tuple[float, float]:
 
 
 def towers(options: Any) -> tuple[dict[str, str], str, list[str]]:
-    """Folders of the students of the first teacher and set, the teacher's, and queries to encode."""
+    """Return folders of the first teacher's students on the first set, its path, and queries to encode."""
     teacher, name = options.teachers[0], options.sets[0]
     folders = {}
     for student in options.students:
@@ -400,7 +404,7 @@ def towers(options: Any) -> tuple[dict[str, str], str, list[str]]:
 
 
 def speed(folders: Mapping[str, str], teacher: str, queries: Sequence[str]) -> list[Row]:
-    """Queries per second of one thread: in the first pass over all queries, and the median of later ones."""
+    """Measure queries per second of one thread: in the first pass over all queries, and the later median."""
     import torch
     from sentence_transformers import SentenceTransformer
 
@@ -415,7 +419,7 @@ def speed(folders: Mapping[str, str], teacher: str, queries: Sequence[str]) -> l
         sides[name] = QueryEncoder(Path(folder), threads=1).encode_queries
     rows = []
     for name, encode in sides.items():
-        rates = {"new words": _rate(encode, queries, 1, passes=1)}  # a table remembers the tokens of words
+        rates = {"new words": _rate(encode, queries, 1, passes=1)}  # a table caches the tokens of words
         rates |= {f"batch {size}": _rate(encode, queries, size) for size in (1, 64)}
         rows.append({"query side": name} | {column: round(rate, 1) for column, rate in rates.items()})
     return rows
@@ -433,7 +437,7 @@ def _rate(encode: Callable[[list[str]], Any], queries: Sequence[str], size: int,
 
 
 def plot(summary: Sequence[Row], speeds: Mapping[str, Row], path: Path) -> None:
-    """Mean nDCG@10 against queries per second of a thread, without and with BM25."""
+    """Draw mean nDCG@10 against queries per second of a thread, without and with BM25."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

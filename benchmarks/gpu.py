@@ -3,22 +3,22 @@
     python -m benchmarks.gpu --json docs/results/gpu.json        at most eight minutes
     python -m benchmarks.gpu --dry-run                           the same code on a CPU with a tiny shape
 
-It needs torch 2.11 or newer and no download. Each measurement runs in a process of its own and is saved as it
-ends, with the reason if it failed.
+It needs torch 2.11 or newer and no download. Each measurement runs in a separate process. Its result, or the
+reason of its failure, is saved when it ends.
 
-- encode: the document tower forward, in bfloat16; compiled: its layers by torch.compile, on a GPU
-- train lora: both towers on one shared frozen base, an adapter each (ScalingDual), the base whole, in 8 bits
-  and, with bitsandbytes, in 4
+- encode: the document tower's forward pass, in bfloat16; compiled: its layers by torch.compile, on a GPU
+- train lora: both towers on one shared frozen base, with one adapter each (ScalingDual); the base in full
+  precision, in 8 bits and, with bitsandbytes, in 4
 - train full: all weights of a 7B document tower and a small query tower (ScalingDoc); weights, gradients and
   moments in bfloat16, 56 GB before activations; by ddp, and by fsdp2 on one rank
 - train student: stage II, a student of 4 layers on stored embeddings
-- engines: the same document tower by each engine of the stage encode (gpu_engines.py)
-- queries: what a query costs as an LLM, as a student of 1, 4 or 12 layers, as a mean of a table's rows
+- engines: the same document tower with each engine of the stage encode (gpu_engines.py)
+- queries: cost of a query with an LLM, a student of 1, 4 or 12 layers, or a mean of a table's rows
 
-The plain ones with padded and with packed rows. All training checkpoints activations but the student's, and
-goes through what a run goes through: a stage's losses and an engine. Tokens are real ones, pads are not
-counted. MFU: the operations that real tokens need, repeated passes left out, over the GPU's dense bfloat16
-peak. The estimate next to the measured peak is what `scalingnote run --dry-run` would count.
+Measurements without further words run with padded and with packed rows. All trainings except the student's
+checkpoint activations, and run like a stage, with its losses and an engine. Tokens are real ones, without
+pads. MFU: the operations that real tokens need, without repeated passes, over the GPU's dense bfloat16 peak.
+The estimate next to the measured peak is that of `scalingnote run --dry-run`.
 """
 
 import argparse
@@ -72,7 +72,7 @@ from scalingnote.train.engine import Objective
 from scalingnote.train.objective import StageOne, Triplets
 
 OTHERS = {"engines": gpu_engines.metrics, "queries": gpu_queries.metrics}
-FIRST = (  # in eight minutes a slow machine may do no more
+FIRST = (  # a slow machine may finish only these in eight minutes
     "encode packed",
     "encode padded",
     "encode compiled packed",
@@ -80,7 +80,7 @@ FIRST = (  # in eight minutes a slow machine may do no more
     "train full packed",
     "train student packed",
 )
-MIN_LEFT_S = 20.0  # of the time for all, to begin another measurement
+MIN_LEFT_S = 20.0  # of the total time, to begin another measurement
 BATCHES = 4  # different ones, in turn
 STUDENT_ROWS = 64  # lessons of a step, for each triplet of a training step
 NOTHING: Figures = dict.fromkeys(("tokens", "seconds", "operations", "estimate"), math.nan)
@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape, on the CPU")
     parser.add_argument("--seconds", type=float, help="of each measurement, default: 10; dry run: 0.2")
     parser.add_argument("--rows", type=int, help="triplets of a training step, default: 48; dry run: 4")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all; what is left then is not begun")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these measurements")
-    parser.add_argument("--into", help=argparse.SUPPRESS)  # of a process that measures one: its result
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all; the rest is not started")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these measurements")
+    parser.add_argument("--into", help=argparse.SUPPRESS)  # result file of a process with one measurement
     options = parser.parse_args()
     dry = options.dry_run
     if not dry and not torch.cuda.is_available():
@@ -116,32 +116,34 @@ def main() -> None:
 def measurements(
     device: torch.device, *, dry: bool, seconds: float, rows: int | None
 ) -> dict[str, Callable[[], list[Figures]]]:
-    """Every measurement by name, what matters most first: a table's rows each."""
+    """Return every measurement by name, the most important first; each returns the rows of a table."""
     shape = TINY if dry else backbone_shape(Pretrained(path="Qwen/Qwen2.5-7B"))
     small = TINY if dry else backbone_shape(Pretrained(path="Qwen/Qwen2.5-1.5B"))
     rows = rows or (4 if dry else 48)
-    found: dict[str, Callable[[], list[Figures]]] = {}
+    towers: dict[str, Callable[[], list[Figures]]] = {}
     for work, (_, packings) in kinds(device).items():
         for packed in reversed(packings):
             name = f"{work} {'packed' if packed else 'padded'}"
-            found[name] = partial(measure, work, shape, device, packed=packed, seconds=seconds, rows=rows)
+            towers[name] = partial(measure, work, shape, device, packed=packed, seconds=seconds, rows=rows)
     others = {
         "engines": partial(gpu_engines.measure_all, small, device, seconds=seconds),
         "queries": partial(gpu_queries.measure_all, shape, device, seconds=seconds / 2),
     }
-    first = [name for name in FIRST if name in found | others]
-    every = found | others
-    return {name: every[name] for name in [*first, *(name for name in every if name not in first)]}
+    first = [name for name in FIRST if name in towers | others]
+    works = towers | others
+    return {name: works[name] for name in [*first, *(name for name in works if name not in first)]}
 
 
 def run_all(names: Sequence[str], options: argparse.Namespace, device: str) -> None:
-    """Measure in a process each, which may fail or take too long without harm to the others."""
+    """Run each measurement in a separate process, so that a failure or timeout does not affect the others."""
     deadline = time.monotonic() + options.minutes * 60
     tables: dict[str, Any] = {}  # a list of Figures each
     problems: dict[str, str] = {}
     for name in names:
-        left = deadline - time.monotonic()
-        rows, problem = _in_process(name, options, left) if left > MIN_LEFT_S else ([], "no time was left")
+        remaining_s = deadline - time.monotonic()
+        rows, problem = (
+            _in_process(name, options, remaining_s) if remaining_s > MIN_LEFT_S else ([], "no time was left")
+        )
         table = name if name in OTHERS else "towers"
         tables[table] = tables.get(table, []) + rows
         if problem:
@@ -149,36 +151,36 @@ def run_all(names: Sequence[str], options: argparse.Namespace, device: str) -> N
             log.warning("%s: %s", name, problem)
         else:
             show(f"{name} on {device}", rows)
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for part, measured in tables.items():
             if measured:
-                found |= OTHERS.get(part, metrics)(measured)
-        # What is measured stays, whatever comes.
-        write(options.json, metrics=found, **tables, problems=problems, device=device)
+                figures |= OTHERS.get(part, metrics)(measured)
+        # Finished measurements are saved even if a later one fails.
+        write(options.json, metrics=figures, **tables, problems=problems, device=device)
 
 
 def _in_process(name: str, options: argparse.Namespace, timeout: float) -> tuple[list[Figures], str]:
-    """The rows of one measurement, or why there are none."""
+    """Run one measurement; return its rows and the reason if there are none."""
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--into", str(into)]
         command += ["--dry-run"] * options.dry_run
         for knob in ("seconds", "rows"):
-            if (given := getattr(options, knob)) is not None:
-                command += [f"--{knob}", str(given)]
+            if (value := getattr(options, knob)) is not None:
+                command += [f"--{knob}", str(value)]
         try:
-            done = subprocess.run(command, timeout=timeout, capture_output=True, text=True, check=False)
+            process = subprocess.run(command, timeout=timeout, capture_output=True, text=True, check=False)
         except subprocess.TimeoutExpired:
             return [], f"not done in {timeout:.0f} s"
-        if done.returncode:
-            said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            return [], f"exit code {done.returncode}: {said[-1][:200] if said else ''}"
+        if process.returncode:
+            error_lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
+            return [], f"exit code {process.returncode}: {error_lines[-1][:200] if error_lines else ''}"
         rows: list[Figures] = json.loads(into.read_text(encoding="utf-8"))
         return rows, ""
 
 
 def metrics(rows: list[Figures]) -> dict[str, float]:
-    """Rates, utilisation and memory by work, packing and figure."""
+    """Return rates, utilisation and memory by work, packing and figure."""
     return {
         f"{row['work']}_{row['rows']}_{figure}".replace(" ", "_"): row[key]
         for row in rows
@@ -188,9 +190,9 @@ def metrics(rows: list[Figures]) -> dict[str, float]:
 
 
 def kinds(device: torch.device) -> dict[str, tuple[Work, tuple[bool, ...]]]:
-    """What is measured by name, and whether with padded, with packed rows, or both."""
+    """Return the works by name, and whether to measure them with padded rows, packed rows, or both."""
     both, packed = (False, True), (True,)
-    found: dict[str, tuple[Work, tuple[bool, ...]]] = {
+    works: dict[str, tuple[Work, tuple[bool, ...]]] = {
         "encode": (_encode, both),
         "train lora": (_train_lora, both),
         "train lora int8": (partial(_train_lora, base="int8"), packed),
@@ -199,16 +201,16 @@ def kinds(device: torch.device) -> dict[str, tuple[Work, tuple[bool, ...]]]:
         "train student": (_train_student, packed),
     }
     if device.type == "cuda":
-        found["encode compiled"] = partial(_encode, compiled=True), packed
+        works["encode compiled"] = partial(_encode, compiled=True), packed
     if importlib.util.find_spec("bitsandbytes"):
-        found["train lora nf4"] = partial(_train_lora, base="nf4"), packed
-    return found
+        works["train lora nf4"] = partial(_train_lora, base="nf4"), packed
+    return works
 
 
 def measure(
     work: str, shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int
 ) -> list[Figures]:
-    """One measurement of a tower. A failure has its reason, as too little memory or a missing kernel."""
+    """Measure a tower; the row of a failure has the reason, for example memory or a missing kernel."""
     peak = peak_rate(device)
     forget(device)
     figures, error = NOTHING, ""
@@ -238,17 +240,17 @@ def _first_line(error: Exception) -> str:
 def _encode(
     shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int, compiled: bool = False
 ) -> Figures:
-    made = random_tower(llm(shape, device), role="document").eval().requires_grad_(False)
+    tower = random_tower(llm(shape, device), role="document").eval().requires_grad_(False)
     if compiled:
-        for layer in engine.layers(made.backbone):
+        for layer in engine.layers(tower.backbone):
             layer.compile(dynamic=True)
     batches = [document_rows(shape, 4 * rows, number) for number in range(BATCHES)]
     operations = [sum(flops.forward(shape, tokens=float(len(row.ids))) for row in batch) for batch in batches]
-    inputs = [collate(batch, pad=made.pad, packed=packed).to(device) for batch in batches]
+    inputs = [collate(batch, pad=tower.pad, packed=packed).to(device) for batch in batches]
 
     @torch.inference_mode()
     def work(number: int) -> None:
-        made(inputs[number % BATCHES])
+        tower(inputs[number % BATCHES])
 
     figures = timed(work, device, seconds)
     totals = _totals(figures["steps"], [tokens(batch) for batch in batches], operations)
@@ -281,11 +283,11 @@ def _train_full(
 
 
 def _train_student(shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int) -> Figures:
-    """Steps of stage II: queries, and the stored embeddings that a student of 4 layers learns."""
+    """Run steps of stage II: queries, and stored embeddings as targets of a student of 4 layers."""
     small = _small_backbone(shape)
     size = backbone_shape(small)
-    made = backbone.build(small, tokenizer_json=any_tokenizer().backend_tokenizer.to_str(), seed=0)
-    student = random_tower(made, role="query")
+    small_backbone = backbone.build(small, tokenizer_json=any_tokenizer().backend_tokenizer.to_str(), seed=0)
+    student = random_tower(small_backbone, role="query")
     chosen = [query_rows(size, STUDENT_ROWS * rows, number, causal=False) for number in range(BATCHES)]
     lessons = [
         Lesson(collate(batch, pad=student.pad, packed=packed), torch.randn(len(batch), DIM)).to(device)
@@ -316,7 +318,7 @@ def _train_towers(
     rows: int,
     strategy: Ddp | Fsdp2 | None = None,
 ) -> Figures:
-    """Steps of stage I on `rows` triplets with a hard negative each."""
+    """Run steps of stage I on `rows` triplets with one hard negative each."""
     causal = bool(towers.query.causal)
     queries = [query_rows(shapes[0], rows, number, causal=causal) for number in range(BATCHES)]
     documents = [document_rows(shapes[1], 2 * rows, number) for number in range(BATCHES)]
@@ -356,7 +358,7 @@ def _steps(
     seconds: float,
     strategy: Ddp | Fsdp2 | None = None,
 ) -> Figures:
-    """Steps of the engine that a run would have; with the first loss."""
+    """Run steps with the engine of a run; return the figures and the first loss."""
     schedule = Schedule(
         optimizer=Optimizer(peak_lr=1e-6),
         global_batch=rows,
@@ -365,18 +367,18 @@ def _steps(
         strategy=strategy,
         resources=Ranks(workers=1),
     )
-    made = strategies.build(module, schedule=schedule, device=device)
+    trained = strategies.build(module, schedule=schedule, device=device)
     module.train()
-    seen: list[float] = []
+    first_loss: list[float] = []
 
     def work(number: int) -> None:
-        loss, _ = made(batches[number % BATCHES])
-        made.backward(loss)
-        made.step(1e-6)
-        if not seen:
-            seen.append(float(loss.detach()))
+        loss, _ = trained(batches[number % BATCHES])
+        trained.backward(loss)
+        trained.step(1e-6)
+        if not first_loss:
+            first_loss.append(float(loss.detach()))
 
-    return timed(work, device, seconds) | {"loss": seen[0]}
+    return timed(work, device, seconds) | {"loss": first_loss[0]}
 
 
 def _triplets(
@@ -402,13 +404,13 @@ def _small_backbone(shape: Shape) -> Scratch:
 
 
 def _training(shape: Shape, rows: Sequence[TokenRow], *, pooled: int, lora: Lora | None) -> float:
-    """Operations that training on these rows needs."""
+    """Count the operations of training on these rows."""
     works = (flops.row(shape, tokens=float(len(row.ids)), pooled=pooled, dim=DIM, lora=lora) for row in rows)
     return sum(work.model for work in works)
 
 
 def _state(module: DualEncoder | Tower) -> float:
-    """Bytes of weights, and of a gradient and two moments of each that learns."""
+    """Count the bytes of weights, and of a gradient and two moments of each trained weight."""
     return float(sum(p.nbytes * (4 if p.requires_grad else 1) for p in module.parameters()))
 
 

@@ -1,7 +1,7 @@
-"""Engines of the stage `encode` on one GPU: one tower, saved once, read and run by each.
+"""Engines of the stage `encode` on one GPU: each loads and runs the same saved tower.
 
-Each gets the same token rows and makes its own batches, copies to the GPU included. vLLM is measured if it
-is installed; it takes what is left of the GPU's memory for itself, so it comes last.
+Each gets the same token rows and makes its batches, including copies to the GPU. vLLM is measured if it is
+installed; it comes last, because it reserves the remaining memory of the GPU.
 """
 
 import importlib.util
@@ -38,33 +38,37 @@ OURS = "own"
 
 
 def measure_all(shape: Shape, device: torch.device, *, seconds: float) -> list[Figures]:
-    """A row per engine: tokens a second, MFU, and times sentence-transformers' rate."""
+    """Measure each engine: tokens a second, MFU, and the rate over sentence-transformers'."""
     rows = document_rows(shape, 32 if shape is TINY else ROWS, 0)
     operations = sum(flops.forward(shape, tokens=float(len(row.ids))) for row in rows)
-    peak, found = peak_rate(device), []
+    peak, figures_by_engine = peak_rate(device), []
     with TemporaryDirectory() as name:
         folder = Path(name)
         random_tower(llm(shape, device), role="document").save(folder)
         facts = json.loads((folder / "tower.json").read_text())
         for engine, make in _makers(folder, facts, device).items():
             forget(device)
-            made = make()
-            figures = timed(lambda _, made=made: made.encode_with_cost(rows), device, seconds)  # type: ignore[misc]
+            encoder = make()
+            figures = timed(lambda _, encoder=encoder: encoder.encode_with_cost(rows), device, seconds)  # type: ignore[misc]
             rate = figures["steps"] / figures["seconds"]
-            found.append({"engine": engine, "tokens/s": rate * tokens(rows), "MFU": rate * operations / peak})
-            del made
-    theirs = next(row["tokens/s"] for row in found if row["engine"] == "sentence-transformers")
-    return [row | {"over sentence-transformers": row["tokens/s"] / theirs} for row in found]
+            figures_by_engine.append(
+                {"engine": engine, "tokens/s": rate * tokens(rows), "MFU": rate * operations / peak}
+            )
+            del encoder
+    theirs = next(row["tokens/s"] for row in figures_by_engine if row["engine"] == "sentence-transformers")
+    return [row | {"over sentence-transformers": row["tokens/s"] / theirs} for row in figures_by_engine]
 
 
 def metrics(rows: list[Figures]) -> dict[str, float]:
-    """Tokens a second and MFU of each engine, and ours over each other."""
-    named = {row["engine"].replace(" ", "_").replace("-", "_"): row for row in rows}
-    rates = {f"engine_{name}_tokens_per_s": row["tokens/s"] for name, row in named.items()}
-    used = {f"engine_{name}_mfu": row["MFU"] for name, row in named.items()}
-    ours = named[OURS]["tokens/s"]
-    over = {f"engine_own_over_{name}": ours / row["tokens/s"] for name, row in named.items() if name != OURS}
-    return rates | used | over
+    """Return tokens a second and MFU of each engine, and our rate over each other engine's."""
+    by_engine = {row["engine"].replace(" ", "_").replace("-", "_"): row for row in rows}
+    rates = {f"engine_{name}_tokens_per_s": row["tokens/s"] for name, row in by_engine.items()}
+    utilisation = {f"engine_{name}_mfu": row["MFU"] for name, row in by_engine.items()}
+    ours = by_engine[OURS]["tokens/s"]
+    over = {
+        f"engine_own_over_{name}": ours / row["tokens/s"] for name, row in by_engine.items() if name != OURS
+    }
+    return rates | utilisation | over
 
 
 def _makers(folder: Path, facts: dict[str, Any], device: torch.device) -> dict[str, Callable[[], Any]]:

@@ -1,9 +1,9 @@
-"""Queries a second of query towers from 7B parameters down to a table: two papers' tables in one.
+"""Queries a second of query towers from 7B parameters down to a table, for the tables of two papers.
 
-ScalingNote's Table 6 is for students of 1, 4 and 12 layers and the LLM, batches of 500, on an A100.
-LightRetriever's Table 1 is for an LLM and a lookup, on an H800 and without it. Here all run on one GPU, and
-the table also on the CPU; every tower starts from token ids. What tokenizing adds is in
-:mod:`benchmarks.query_encoder`.
+ScalingNote's Table 6 has students of 1, 4 and 12 layers and the LLM, batches of 500, on an A100.
+LightRetriever's Table 1 has an LLM and a lookup, on an H800 and without it. Here all run on one GPU, and the
+table also on the CPU; every tower starts from token ids. :mod:`benchmarks.query_encoder` includes
+tokenization.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ TOKENS = 16
 BATCHES = (1, 64, 500)
 STUDENTS = (1, 4, 12)
 VOCABULARY = 84_522  # of ScalingNote's student
-# Queries a second as published: batches of 500 on an A100; of 256 on an H800, and on its host's CPUs.
+# Published queries a second: batches of 500 on an A100; of 256 on an H800, and on its host's CPUs.
 PAPERS = {"1 layer": 52_205, "4 layers": 33_810, "12 layers": 19_090, "llm": 408}
 PAPERS |= {"lookup": round(65_536 / 0.0185), "lookup on CPU": round(65_536 / 2.9990)}
 
 
 def measure_all(shape: Shape, device: torch.device, *, seconds: float) -> list[Figures]:
-    """A row per query tower, the largest first."""
+    """Measure each query tower, the largest first."""
     rows = [_row("llm", _llm(shape, device), device, seconds)]
     for layers in STUDENTS[::-1]:
         forget(device)
@@ -50,13 +50,13 @@ def measure_all(shape: Shape, device: torch.device, *, seconds: float) -> list[F
 
 
 def metrics(rows: list[Figures]) -> dict[str, float]:
-    """Queries a second in batches of 500, and how many times the LLM's that is."""
-    named = [(row["tower"].replace(" ", "_"), row) for row in rows]
-    rates = {f"queries_per_s_{name}": row[f"batch {BATCHES[-1]}"] for name, row in named}
-    return rates | {f"queries_{name}_over_llm": row["over llm"] for name, row in named}
+    """Return queries a second in batches of 500, and their ratio to the LLM's."""
+    towers = [(row["tower"].replace(" ", "_"), row) for row in rows]
+    rates = {f"queries_per_s_{name}": row[f"batch {BATCHES[-1]}"] for name, row in towers}
+    return rates | {f"queries_{name}_over_llm": row["over llm"] for name, row in towers}
 
 
-Work = tuple[Callable[[int], None], int]  # one batch of a size, and the tower's parameters but for embeddings
+Work = tuple[Callable[[int], None], int]  # one batch of a size, and the tower's parameters without embeddings
 Maker = Callable[[int], Work]
 
 
@@ -88,8 +88,8 @@ def _student(layers: int, device: torch.device, *, tiny: bool) -> Maker:
     with device:
         model: Any = BertModel(settings, add_pooling_layer=False)
         model.to(dtype)
-    made = random_tower(Backbone(model, any_tokenizer(), causal=False), role="query")
-    return _transformer(made, VOCABULARY, device)
+    tower = random_tower(Backbone(model, any_tokenizer(), causal=False), role="query")
+    return _transformer(tower, VOCABULARY, device)
 
 
 def _transformer(made: Tower, vocabulary: int, device: torch.device) -> Maker:
@@ -111,7 +111,7 @@ def _transformer(made: Tower, vocabulary: int, device: torch.device) -> Maker:
 
 
 def _lookup(device: torch.device) -> Maker:
-    """The mean of rows of a float16 table. A single query is one bag, as in a batch."""
+    """Return the mean of rows of a float16 table; a single query is one bag, like in a batch."""
     torch.manual_seed(0)
     table = torch.randn(VOCABULARY, DIM).to(device, torch.float16)
 

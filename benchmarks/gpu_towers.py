@@ -1,4 +1,4 @@
-"""What GPU measurements share: towers with random weights made on the device, rows, a stopwatch, the peak."""
+"""Common parts of GPU measurements: towers with random weights on the device, rows, a timer, the peak."""
 
 import gc
 import re
@@ -26,7 +26,7 @@ Figures = dict[str, Any]
 
 
 def timed(work: Callable[[int], None], device: torch.device, seconds: float) -> Figures:
-    """Calls to warm up, then as many as fit; `steps` is their number."""
+    """Call `work` to warm up, then for `seconds`; `steps` is the number of timed calls."""
     for number in range(WARM_UP):
         work(number)
     wait(device)
@@ -39,7 +39,7 @@ def timed(work: Callable[[int], None], device: torch.device, seconds: float) -> 
 
 
 def llm(shape: Shape, device: torch.device) -> Backbone:
-    """Random weights in bfloat16, made on the device: nothing of 28 GB is ever in host memory."""
+    """Make a backbone with random bfloat16 weights on the device: its 28 GB are never in host memory."""
     settings = Qwen2Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -54,17 +54,17 @@ def llm(shape: Shape, device: torch.device) -> Backbone:
     return Backbone(model, any_tokenizer(), causal=True)
 
 
-def random_tower(made: Backbone, *, role: published_model.Role, lora: Lora | None = None) -> Tower:
+def random_tower(network: Backbone, *, role: published_model.Role, lora: Lora | None = None) -> Tower:
     """Return a tower around a backbone, on the backbone's device."""
-    config = TowerConfig(lora=lora, max_length=min(512, made.max_positions or 512))
-    device = next(made.model.parameters()).device
+    config = TowerConfig(lora=lora, max_length=min(512, network.max_positions or 512))
+    device = next(network.model.parameters()).device
     return dual_encoder.build_tower(
-        config, role=role, dim=DIM, tokenizer_json=None, seed=0, backbone=made
+        config, role=role, dim=DIM, tokenizer_json=None, seed=0, backbone=network
     ).to(device)
 
 
 def any_tokenizer() -> PreTrainedTokenizerFast:
-    """Any tokenizer that knows the placeholders: rows are drawn as ids."""
+    """Return any tokenizer with the placeholders: rows are drawn as ids."""
     learnt = backbone.train_tokenizer(
         ["predict a query term: compress the above content into one word"], vocabulary=400
     )
@@ -73,13 +73,13 @@ def any_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def forget(device: torch.device) -> None:
-    """Give memory back."""
+    """Free unused memory, and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -87,7 +87,7 @@ def forget(device: torch.device) -> None:
 
 
 def document_rows(shape: Shape, rows: int, seed: int) -> list[TokenRow]:
-    """Log-normal lengths; three positions are pooled, as in the paper's prompt."""
+    """Draw documents of log-normal lengths; three positions are pooled, like in the paper's prompt."""
     rng = np.random.default_rng(seed)
     mean = 32 if shape is TINY else DOCUMENT_TOKENS
     lengths = rng.lognormal(np.log(mean) - 0.08, 0.4, rows).round().clip(16, 512).astype(int)
@@ -96,7 +96,7 @@ def document_rows(shape: Shape, rows: int, seed: int) -> list[TokenRow]:
 
 
 def query_rows(shape: Shape, rows: int, seed: int, *, causal: bool) -> list[TokenRow]:
-    """Log-normal lengths; the last position is pooled, or the first."""
+    """Draw queries of log-normal lengths; the last position is pooled, or the first if not causal."""
     rng = np.random.default_rng(seed + 1000)
     lengths = rng.lognormal(np.log(QUERY_TOKENS) - 0.08, 0.4, rows).round().clip(4, 64).astype(int)
     ids = (rng.integers(6, min(shape.vocabulary, 200), length).tolist() for length in lengths)
@@ -104,12 +104,12 @@ def query_rows(shape: Shape, rows: int, seed: int, *, causal: bool) -> list[Toke
 
 
 def tokens(rows: Sequence[TokenRow]) -> int:
-    """Tokens of rows."""
+    """Count the tokens of rows."""
     return sum(len(row.ids) for row in rows)
 
 
 def peak_rate(device: torch.device) -> float:
-    """Dense bfloat16 operations per second: the maker's figure, or what a large product reaches here."""
+    """Return dense bfloat16 operations per second: the maker's figure, or the rate of a large product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
         known = next((gpu for label, gpu in GPUS.items() if label in re.findall(r"\w+", name)), None)
@@ -127,5 +127,5 @@ def _multiply(square: torch.Tensor) -> None:
 
 
 def allocated(device: torch.device) -> float:
-    """Most bytes that torch held on the device since :func:`forget`."""
+    """Return the peak of torch's bytes on the device since :func:`forget`."""
     return float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0

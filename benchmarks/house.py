@@ -1,4 +1,4 @@
-"""Size and shape of the package: how much there is to read, and how many files a query and a document pass.
+"""Size and structure of the package, and the numbers of files that a query and a document pass.
 
     python -m benchmarks.house --json docs/results/house.json
 
@@ -12,9 +12,9 @@
 - commands: of the command line; options: fields of config classes, in the class that declares them
 - test_lines, benchmark_lines, doc_words: Python below tests/ and benchmarks/; words of all Markdown files
 - files_on_query_walk, types_on_query_walk: of a query over HTTP to a gateway in this process, over a small
-  index (benchmarks/walk.py): files whose functions were entered, and data types (dataclasses, pydantic
-  models, named tuples) of objects that were made for the query
-- files_on_document_walk: files entered while a few documents are encoded and indexed in this process
+  index (benchmarks/walk.py): files with functions that ran, and data types (dataclasses, pydantic models,
+  named tuples) of objects that were made for the query
+- files_on_document_walk: files with functions that ran to encode and index a few documents in this process
 """
 
 import argparse
@@ -39,7 +39,7 @@ from scalingnote.core.config import Config
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "scalingnote"
 LONG_FUNCTION_LINES = 60
-# Each framework's users import its retriever from a module of that framework.
+# Users import a framework's retriever from a module of that framework.
 PUBLIC_IN_SEVERAL = {"ScalingNoteRetriever"}
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--no-walk", action="store_true", help="count only; trace nothing")
     options = parser.parse_args()
-    files = sorted(path for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name)  # those are generated
+    files = sorted(path for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name)  # generated files
     sources = {path: path.read_text(encoding="utf-8") for path in files}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     lines = [len(text.splitlines()) for text in sources.values()]
@@ -76,7 +76,8 @@ def main() -> None:
     for path, count in zip(files, lines, strict=True):
         packages[path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."].append(count)
     sizes = [
-        {"package": name, "files": len(own), "lines": sum(own)} for name, own in sorted(packages.items())
+        {"package": name, "files": len(counts), "lines": sum(counts)}
+        for name, counts in sorted(packages.items())
     ]
     show("Packages", sizes)
     show("Long functions", [{"function": name, "lines": count} for name, count in long])
@@ -97,30 +98,30 @@ def main() -> None:
 
 
 def listed(title: str, lines: list[str]) -> None:
-    """Print a title and what is below it."""
+    """Print a title and the lines below it."""
     print("\n  ".join([f"{title}:", *lines]))
 
 
 def module_of(path: Path) -> str:
-    """The dotted name of a file."""
+    """Return the dotted name of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(trees: dict[Path, ast.Module], *, at_start: bool = False) -> dict[str, set[str]]:
-    """Module -> modules of the package that it imports: anywhere in its text, or while it is imported."""
+    """Return module -> imported modules of the package: anywhere in its text, or `at_start` when it loads."""
     names = {module_of(path) for path in trees}
     graph: dict[str, set[str]] = {name: set() for name in names}
     for path, tree in trees.items():
-        own = module_of(path)
+        importer = module_of(path)
         for node in tree.body if at_start else ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     full = f"{node.module}.{alias.name}"
-                    graph[own] |= {full if full in names else node.module} & names
+                    graph[importer] |= {full if full in names else node.module} & names
             elif isinstance(node, ast.Import):
-                graph[own] |= {alias.name for alias in node.names} & names
-        graph[own].discard(own)
+                graph[importer] |= {alias.name for alias in node.names} & names
+        graph[importer].discard(importer)
     return graph
 
 
@@ -130,21 +131,21 @@ def is_room(path: Path) -> bool:
 
 
 def back_arrows(graph: dict[str, set[str]]) -> set[str]:
-    """Imports between entries of the package that run against the layers of pyproject.toml, or within one."""
+    """Return imports between entries of the package against or within the layers of pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (layers,) = (each["layers"] for each in settings["tool"]["importlinter"]["contracts"] if "layers" in each)
     level = {name.strip(): at for at, line in enumerate(layers) for name in line.split("|")}
-    found = set()
+    arrows = set()
     for module, targets in graph.items():
         for target in targets:
-            own, other = (".".join(name.split(".")[:2]) for name in (module, target))
-            if own != other and "." in own and "." in other and level[own] >= level[other]:
-                found.add(f"{own} -> {other}")
-    return found
+            source, other = (".".join(name.split(".")[:2]) for name in (module, target))
+            if source != other and "." in source and "." in other and level[source] >= level[other]:
+                arrows.add(f"{source} -> {other}")
+    return arrows
 
 
 def names_twice(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
-    """Classes and public constants that several modules define, and these."""
+    """Return classes and public constants that several modules define, with these modules."""
     definers: dict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         for node in tree.body:
@@ -162,40 +163,40 @@ def names_twice(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
 
 
 def command_names() -> list[str]:
-    """Commands of the command line."""
+    """Return the commands of the command line."""
     parser = cli._parser()
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     return list(commands.choices)
 
 
 def config_fields() -> set[tuple[str, str]]:
-    """Class and name of every setting, but what names the kind of a section."""
+    """Return class and name of every setting, except those that name the kind of a section."""
     for path in PACKAGE.rglob("*config.py"):
         importlib.import_module(module_of(path))
-    waiting, found = [Config], set[tuple[str, str]]()
-    while waiting:
-        waiting += (kind := waiting.pop()).__subclasses__()
-        found |= {
+    classes, fields = [Config], set[tuple[str, str]]()
+    while classes:
+        classes += (kind := classes.pop()).__subclasses__()
+        fields |= {
             (f"{kind.__module__}.{kind.__qualname__}", name)
             for name in kind.__annotations__
             if kind.__module__.startswith("scalingnote.") and name in kind.model_fields
             if name not in ("kind", "name") and kind is not Config
         }
-    return found
+    return fields
 
 
 def lines_below(folder: Path) -> int:
-    """Lines of Python below a folder."""
+    """Count the lines of Python below a folder."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
 
 
 def markdown() -> list[Path]:
-    """Pages that people read: at the top, below docs/ and configs/."""
+    """Return the pages for readers: at the top, below docs/ and configs/."""
     return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("configs/**/*.md")]
 
 
 def single_importers(graph: dict[str, set[str]]) -> Iterator[str]:
-    """Modules that one module imports, which lies in the same package."""
+    """Yield modules that only one module imports, from the same package."""
     importers: dict[str, set[str]] = defaultdict(set)
     for module, targets in graph.items():
         for target in targets:
@@ -207,7 +208,7 @@ def single_importers(graph: dict[str, set[str]]) -> Iterator[str]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """Strongly connected groups of more than one module."""
+    """Return strongly connected groups of more than one module."""
     names = sorted(graph)
     links = csr_matrix([[other in graph[one] for other in names] for one in names])
     _, labels = connected_components(links, connection="strong")
@@ -218,7 +219,7 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def long_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, int]]:
-    """Functions of more than 60 lines, docstring included."""
+    """Yield functions of more than 60 lines, including the docstring."""
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -228,7 +229,7 @@ def long_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, int]]:
 
 
 def comments(texts: Any) -> int:
-    """Return the number of lines with a comment."""
+    """Count the lines with a comment."""
     return sum(
         token.type == tokenize.COMMENT and "type: ignore" not in token.string and "noqa" not in token.string
         for text in texts

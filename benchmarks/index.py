@@ -3,9 +3,9 @@
     python -m benchmarks.index --json docs/results/index.json
 
 Vectors are real: a dual encoder is trained for a hundred steps on medquad and encodes its documents and test
-queries. Eight thousand documents are not a million, so each is repeated, moved by half the difference of
-two others, which keeps the spectrum. Queries are not moved. Every setting is the one that tuning chooses for
-recall@100 of 0.95. Times are of one thread's processor, in rounds that take turns.
+queries. Its eight thousand documents become a million by repetition, each moved by half the difference of two
+others, which keeps the spectrum. Queries are not moved. Tuning chooses every setting for recall@100 of 0.95.
+Times are processor time of one thread, in rounds that take turns.
 """
 
 from argparse import Namespace
@@ -41,7 +41,7 @@ FAMILIES: dict[str, Family] = {
 }
 DEFAULT = next(iter(FAMILIES))
 K, TARGET, SHARDS, TRAINED = 100, 0.95, 4, 200_000
-BATCH, TIMED, ROUNDS = 64, 200, 3  # queries of a search, queries that are timed one at a time
+BATCH, TIMED, ROUNDS = 64, 200, 3  # queries of a search, queries timed one at a time
 Search = Callable[[Float[ndarray, "queries dim"]], Int[ndarray, "queries k"]]
 
 
@@ -75,13 +75,15 @@ def main() -> None:
 
 
 def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarray, "queries dim"]]:
-    """Unit vectors of documents and of test queries."""
+    """Return unit vectors of documents and of test queries."""
     trial = Trial("medquad", "scratch", "methods/scalingdual", 0, options.steps, tuple(options.overrides))
     config = configured(trial, run_dir="runs")
-    built = pipeline.run(config, stages.select(config, until="encode"), record=False)
-    real = arrow.l2_normalize(arrow.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
-    tower = QueryEncoder(built["dual_encoder"].directory("query"))
-    sample = load_test_set(built["dataset"]).queries[: options.queries]
+    artifacts = pipeline.run(config, stages.select(config, until="encode"), record=False)
+    real = arrow.l2_normalize(
+        arrow.to_numpy(artifacts["embeddings"].table("embeddings", ["summary"])["summary"])
+    )
+    tower = QueryEncoder(artifacts["dual_encoder"].directory("query"))
+    sample = load_test_set(artifacts["dataset"]).queries[: options.queries]
     rng = np.random.default_rng(0)
     base, one, other = (real[rng.integers(0, len(real), options.documents)] for _ in range(3))
     moved = arrow.l2_normalize(base + 0.5 * (one - other) / np.sqrt(2))
@@ -92,7 +94,7 @@ def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarra
 def measured(
     name: str, family: Family, documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int
 ) -> dict[str, Any]:
-    """A row of the table: the family at the setting that tuning chooses for it."""
+    """Measure a family at the setting that tuning chooses for it."""
     lists = filled(family, [documents], nlist=1 if isinstance(family, Flat) else nlist)[0]
     factors = tuning.factors(family.kind, families.refine_of(family))
     points = []
@@ -111,7 +113,7 @@ def measured(
 def direct(
     documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int, nprobe: int, refine_factor: int
 ) -> dict[str, Any]:
-    """The default family as faiss's own factory makes and searches it, at the same setting."""
+    """Measure the default family, made and searched by faiss's factory, at the same setting."""
     dim = documents.shape[1]
     index: Any = faiss.index_factory(
         dim, f"IVF{nlist},PQ{dim // 2}x4fs,Refine(SQ8)", faiss.METRIC_INNER_PRODUCT
@@ -120,7 +122,7 @@ def direct(
         index.train(documents[:: max(1, len(documents) // TRAINED)])
         index.add(documents)
     size = len(faiss.serialize_index(index)) / len(documents)
-    makers: Any = faiss  # whose stubs lack the arguments
+    makers: Any = faiss  # its stubs lack the arguments
     inner = makers.SearchParametersIVF(nprobe=nprobe)
     parameters = makers.IndexRefineSearchParameters(k_factor=refine_factor, base_index_params=inner)
 
@@ -134,14 +136,14 @@ def direct(
 def sharded(
     documents: ndarray, queries: ndarray, *, nlist: int, nprobe: int, refine_factor: int
 ) -> list[dict[str, Any]]:
-    """What four shards cost instead of one: held together, and apart."""
+    """Measure the cost of four shards over one: merged, and separate."""
     pieces = np.array_split(documents, SHARDS)
-    held = {
+    segments_by_way = {
         "one index": filled(FastScan(), [documents], nlist=nlist),
         "a searcher of 4 shards": [ivf.merge(filled(FastScan(), pieces, nlist=nlist))],
         "4 shards, lists chosen once": filled(FastScan(), pieces, nlist=nlist),
     }
-    ways = {name: partial(ours, lists, nprobe, refine_factor) for name, lists in held.items()}
+    ways = {name: partial(ours, lists, nprobe, refine_factor) for name, lists in segments_by_way.items()}
     times = taken(ways, queries)
     return [
         {"search of": name, "us, batch 1": round(us), "over one": round(us / times["one index"], 2)}
@@ -150,38 +152,38 @@ def sharded(
 
 
 def filled(family: Family, pieces: Sequence[ndarray], *, nlist: int) -> list[ivf.Lists]:
-    """Shards of these vectors, by one quantizer."""
+    """Build shards of these vectors with one quantizer."""
     documents = sum(map(len, pieces))
     step = max(1, documents // TRAINED)
     sample = np.concatenate([piece[::step] for piece in pieces])
     quantizer = families.train(sample, family, nlist=nlist, seed=0)
-    found = []
+    shards = []
     for piece in pieces:
         lists = ivf.empty(quantizer)
         ivf.add(lists, piece)
-        found.append(lists)
-    return found
+        shards.append(lists)
+    return shards
 
 
 def ours(segments: Sequence[ivf.Lists], nprobe: int, factor: int, queries: ndarray) -> ndarray:
-    """Rows found by our own search."""
+    """Search with this package; return the row numbers."""
     return scan.search(segments, queries, k=K, nprobe=nprobe, refine_factor=factor)[1]
 
 
 def row(name: str, search: Search, queries: ndarray, exact: ndarray, *, size: float) -> dict[str, Any]:
-    """What one index finds and takes."""
-    found = np.concatenate([search(queries[i : i + BATCH]) for i in range(0, len(queries), BATCH)])
+    """Return the row of one index: recall, time and size."""
+    results = np.concatenate([search(queries[i : i + BATCH]) for i in range(0, len(queries), BATCH)])
     return {
         "index": name,
-        "R@10": round(tuning.recall(found[:, :10], exact[:, :10]), 3),
-        "R@100": round(tuning.recall(found, exact), 3),
+        "R@10": round(tuning.recall(results[:, :10], exact[:, :10]), 3),
+        "R@100": round(tuning.recall(results, exact), 3),
         "us, batch 1": round(taken({name: search}, queries)[name]),
         "bytes/vector": round(size, 1),
     }
 
 
 def taken(ways: Mapping[str, Search], queries: ndarray) -> dict[str, float]:
-    """Microseconds of processor time per query, one at a time, the least of rounds that take turns."""
+    """Measure microseconds of processor time per query, one at a time: the least of alternating rounds."""
     sample = queries[:TIMED]
 
     def searched(search: Search) -> None:
@@ -189,7 +191,7 @@ def taken(ways: Mapping[str, Search], queries: ndarray) -> dict[str, float]:
             search(query[None])
 
     seconds = take_turns({name: partial(searched, search) for name, search in ways.items()}, rounds=ROUNDS)
-    return {name: 1e6 * min(found) / len(sample) for name, found in seconds.items()}
+    return {name: 1e6 * min(times) / len(sample) for name, times in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.ladder --json docs/results/ladder.json --folder docs/results
 
-It is `scalingnote ladder` on medquad's triplets; the plots of the laws (ScalingNote, Figure 5) go to --folder
-as ladder_size.png, ladder_data.png and ladder_joint.png. Rungs that are finished in run_dir are kept.
+It runs `scalingnote ladder` on medquad's triplets; the plots of the laws (ScalingNote, Figure 5) go to
+--folder as ladder_size.png, ladder_data.png and ladder_joint.png. Finished rungs in run_dir are reused.
 """
 
 from pathlib import Path
@@ -27,12 +27,12 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
     options = parser.parse_args()
     configure()
-    # A rung takes a minute: half of it would be the start of Ray's workers.
+    # A rung takes a minute; the start of Ray's workers would be half of it.
     here = ["train.resources.workers=0"]
     config = load(RunConfig, FILES, [*here, *options.overrides])
     public_sets.prepare_for(config.dataset)
-    made = pipeline.ladder(config)
-    report, rungs = made.read_json("report.json"), made.table("ladder").to_pylist()
+    artifact = pipeline.ladder(config)
+    report, rungs = artifact.read_json("report.json"), artifact.table("ladder").to_pylist()
     shown: list[dict[str, Any]] = [
         {
             "parameters": rung["parameters"],
@@ -44,12 +44,12 @@ def main() -> None:
         for rung in rungs
     ]
     show(f"{len(rungs)} rungs", shown)
-    print(fs.read_bytes(made.file("report.md")).decode().partition("## ")[2])
+    print(fs.read_bytes(artifact.file("report.md")).decode().partition("## ")[2])
     metrics = {f"r2_{kind}": round(law["r2"], 4) for kind, law in report["laws"].items()}
     write(options.json, metrics=metrics, table=shown, laws=report["laws"], splits=report["splits"])
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name in made.names("", ".png"):
-        (options.folder / f"ladder_{name}").write_bytes(fs.read_bytes(made.file(name)))
+    for name in artifact.names("", ".png"):
+        (options.folder / f"ladder_{name}").write_bytes(fs.read_bytes(artifact.file(name)))
 
 
 if __name__ == "__main__":

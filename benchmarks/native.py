@@ -22,7 +22,7 @@ from benchmarks.report import arguments, run_isolated, show, take_turns, write
 
 Row = dict[str, Any]
 BATCHES = (8, 16, 32, 64)  # rows; sentence-transformers' default is 32
-TUNING_DOCUMENTS = 256  # that choose the best batch size
+TUNING_DOCUMENTS = 256  # to choose the best batch size
 WORDS, SPREAD, LONGEST = 60, 0.8, 400  # of a document: median, deviation of the logarithm, most
 MINILM = "all-MiniLM-L6-v2"
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def texts(model: Path, count: int) -> list[str]:
-    """Documents of words of the model's vocabulary, their lengths drawn from a lognormal distribution."""
+    """Draw documents of words of the model's vocabulary, with log-normal lengths."""
     rng = np.random.default_rng(0)
     vocabulary = (model / "vocab.txt").read_text(encoding="utf-8").split("\n")
     known = [word for word in vocabulary[2000:] if word.isalpha()]
@@ -56,15 +56,15 @@ def texts(model: Path, count: int) -> list[str]:
 def difference(path: str, given: Sequence[str]) -> dict[str, float]:
     """Return the largest differences of the embeddings of queries and of documents."""
     theirs, ours = _theirs(path), _ours(path)
-    found = {}
+    differences = {}
     for name, role in (("queries", "query"), ("documents", "document")):
         expected = getattr(theirs, f"encode_{role}")(list(given))
-        found[name] = float(np.abs(ours[role](given) - expected).max())
-    return found
+        differences[name] = float(np.abs(ours[role](given) - expected).max())
+    return differences
 
 
 def speed(path: str, documents: Sequence[str], *, rounds: int) -> tuple[list[Row], float]:
-    """Documents a second of both sides, and the median of the rounds' ratios."""
+    """Measure documents a second of both sides, and the median of the rounds' ratios."""
     import torch
 
     torch.set_num_threads(1)
@@ -75,23 +75,23 @@ def speed(path: str, documents: Sequence[str], *, rounds: int) -> tuple[list[Row
 
     ours(documents[:8])
     peer(8, documents[:8])
-    few = documents[:TUNING_DOCUMENTS]
-    tried = take_turns({f"{size}": partial(peer, size, few) for size in BATCHES}, rounds=1)
-    batch = int(min(tried, key=lambda size: tried[size]))
+    sample = documents[:TUNING_DOCUMENTS]
+    tuning_times = take_turns({f"{size}": partial(peer, size, sample) for size in BATCHES}, rounds=1)
+    batch = int(min(tuning_times, key=lambda size: tuning_times[size]))
     peers = f"sentence-transformers, batch {batch}"
     sides: dict[str, Callable[[], Any]] = {"scalingnote": partial(ours, documents)}
     sides[peers] = partial(peer, batch, documents)
-    taken = take_turns(sides, rounds=rounds)
-    own, other = taken.values()
+    times = take_turns(sides, rounds=rounds)
+    our_times, peer_times = times.values()
     rows = [
-        {"side": name, "documents/s": len(documents) / statistics.median(found)}
-        for name, found in taken.items()
+        {"side": name, "documents/s": len(documents) / statistics.median(seconds)}
+        for name, seconds in times.items()
     ]
-    return rows, statistics.median(peer / mine for mine, peer in zip(own, other, strict=True))
+    return rows, statistics.median(peer / mine for mine, peer in zip(our_times, peer_times, strict=True))
 
 
 def _ours(path: str) -> dict[str, Callable[[Sequence[str]], ndarray]]:
-    """Encoders of queries and of documents, as the stage adopt makes their towers."""
+    """Return encoders of queries and of documents, with the towers of the stage adopt."""
     import pyarrow as pa
 
     from scalingnote.encode.encoder import Encoder

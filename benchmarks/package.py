@@ -1,16 +1,16 @@
-"""The package as a user installs it: seconds until the first help, seconds and megabytes of every install.
+"""The installed package: seconds until the first help, seconds and megabytes of every install.
 
     python -m benchmarks.package --json docs/results/package.json
     python -m benchmarks.package --extras train serve cpu quickstart     # some GB from the package index
 
 
 - help_s: `scalingnote --help`, best of some rounds
-- import_s: `from scalingnote import QueryEncoder` in a new process, start of Python included
+- import_s: `from scalingnote import QueryEncoder` in a new process, including the start of Python
 - python_s: a new process that does nothing, to subtract
-- core_install_mb: `pip install WHEEL` without extras in a clean environment, pip itself left out
-- core_install_s: how long that took; wheels come from the package index or pip's cache
-- wheel_mb: the wheel itself
-- installs: the same of each extra of ``--extras``, in an environment of its own, with its packages
+- core_install_mb: `pip install WHEEL` without extras in a clean environment, without pip
+- core_install_s: its time; wheels come from the package index or pip's cache
+- wheel_mb: the wheel
+- installs: the same for each extra of ``--extras``, in a separate environment, with its packages
 """
 
 import shutil
@@ -32,7 +32,7 @@ MB = 10**6
 
 def main() -> None:
     parser = arguments(__doc__, rounds=9)
-    parser.add_argument("--extras", nargs="*", default=[], help="installed as well, one after the other")
+    parser.add_argument("--extras", nargs="*", default=[], help="also install these, one after the other")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
         wheel = build_wheel(Path(folder) / "source")
@@ -50,20 +50,20 @@ def main() -> None:
 
 
 def install(wheel: Path, environment: Path, extra: str = "") -> dict[str, str | float]:
-    """Install a wheel in a clean environment: its extra, number of packages, megabytes and seconds."""
+    """Install a wheel in a clean environment; return its extra, number of packages, megabytes and seconds."""
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
     (packages,) = environment.glob("lib/python*/site-packages")
     start = time.perf_counter()
     pip = f"{python} -m pip install --quiet --disable-pip-version-check".split()
-    wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), wanted], check=True)
-    installed = time.perf_counter() - start
+    requirement = f"{wheel}[{extra}]" if extra else str(wheel)
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), requirement], check=True)
+    seconds = time.perf_counter() - start
     return {
         "install": f"[{extra}]" if extra else "core",
         "packages": sum(not path.name.startswith(NOT_OURS) for path in packages.glob("*.dist-info")),
         "MB": round(installed_bytes(packages) / MB),
-        "seconds": round(installed),
+        "seconds": round(seconds),
     }
 
 
@@ -80,7 +80,7 @@ def measure(environment: Path, core: dict[str, str | float], *, rounds: int) -> 
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel of this checkout, built in a copy of its sources."""
+    """Build the wheel of this checkout in a copy of its sources."""
     folder.mkdir(parents=True)
     for name in SOURCES:
         source = ROOT / name
@@ -95,14 +95,14 @@ def build_wheel(folder: Path) -> Path:
 
 
 def installed_bytes(packages: Path) -> int:
-    """Bytes of files in site-packages, those of the installer itself left out."""
+    """Count the bytes of files in site-packages, without the installer's."""
     names = [path for path in packages.iterdir() if not path.name.startswith(NOT_OURS)]
     files = [file for path in names for file in (path.rglob("*") if path.is_dir() else [path])]
     return sum(file.stat().st_size for file in files if file.is_file() and "__pycache__" not in file.parts)
 
 
 def best_s(command: Sequence[str | Path], rounds: int) -> float:
-    """Seconds of a command, the shortest of some rounds after one that reads the files from disk."""
+    """Return the seconds of a command, the least of some rounds after one that reads the files from disk."""
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

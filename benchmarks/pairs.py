@@ -1,4 +1,4 @@
-"""Questions and answers of a public set, split so that no answer held out is learnt from."""
+"""Questions and answers of a public set, split so that no held-out answer is trained on."""
 
 import random
 from collections.abc import Iterator
@@ -8,38 +8,40 @@ from typing import NamedTuple
 from benchmarks import beir
 from benchmarks.public_sets import json_rows, source_files
 
-POOL = 150  # answers held out
+POOL = 150  # held-out answers
 
 
 class Pairs(NamedTuple):
-    """Questions and their answers, for training and held out."""
+    """Questions and their answers, for training and for the test."""
 
     train: list[tuple[str, str]]
     held_out: list[tuple[str, str]]
 
 
 def pairs_of(name: str) -> Pairs:
-    """Pairs of a set. Of POOL groups a pair is held out, and no pair for training has its document or query.
+    """Return the pairs of a set: one of each of POOL groups is held out, and its texts are not in training.
 
-    A group is what answers the same: the documents of a disease (medquad), the accepted answer of a question
+    A group has equivalent answers: the documents of a disease (medquad), the accepted answer of a question
     (stackexchange_devops), a judged document (a folder of BEIR).
     """
-    own = {"medquad": _medquad, "stackexchange_devops": _devops}
-    rows = [*(own[name](source_files(name)) if name in own else _beir(name))]
+    readers = {"medquad": _medquad, "stackexchange_devops": _devops}
+    rows = [*(readers[name](source_files(name)) if name in readers else _beir(name))]
     random.Random(0).shuffle(rows)
     by_group: dict[str, list[tuple[str, str]]] = {}
     for group, question, document in rows:
         by_group.setdefault(group, []).append((question, document))
     groups = list(by_group.values())
     held_out = [group[0] for group in groups[:POOL]]
-    asked = {question for question, _ in held_out}
-    return Pairs([pair for group in groups[POOL:] for pair in group if pair[0] not in asked], held_out)
+    held_out_questions = {question for question, _ in held_out}
+    return Pairs(
+        [pair for group in groups[POOL:] for pair in group if pair[0] not in held_out_questions], held_out
+    )
 
 
 def _medquad(folder: Path) -> Iterator[tuple[str, str, str]]:
     for row in json_rows(folder / "qa.jsonl"):
         if row["answer"].strip():
-            yield row["focus"], row["question"], f"{row['focus']} {row['answer']}"  # its title and its text
+            yield row["focus"], row["question"], f"{row['focus']} {row['answer']}"  # title and text
 
 
 def _devops(folder: Path) -> Iterator[tuple[str, str, str]]:

@@ -1,10 +1,10 @@
 """Write docs/performance.md, and the tables of other pages, from the JSON files of docs/results.
 
     python -m benchmarks.performance           writes the pages
-    python -m benchmarks.performance --check   exits with 1 if a page is not what the results say
+    python -m benchmarks.performance --check   exits with 1 if a page differs from the results
 
 docs/performance.md has one table between two markers: the metrics of HEADLINES. Any page below docs/ may have
-a table of a result, given by the keys that lead to its rows:
+a table of a result, between markers with the keys of its rows:
 
     <!-- table distillation.json: tables / medquad, scratch -->
     <!-- end of table -->
@@ -28,7 +28,7 @@ TABLE = re.compile(
     re.S,
 )
 Report = Mapping[str, Any]
-# Benchmark -> metric -> what it says, and the bar that it must reach, if it has one. A peer's bar is 1.
+# Benchmark -> metric -> its meaning, and its bar if it has one. A peer's bar is 1.
 HEADLINES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "front_door": {
         "table_speedup_b1": ("queries/s of a table, one at a time, over its teacher's", ">= 500"),
@@ -226,7 +226,7 @@ def read(folder: Path = RESULTS) -> dict[str, Report]:
 
 
 def pages(reports: Mapping[str, Report]) -> Iterator[tuple[Path, str]]:
-    """Yield every page that has a table of results, with its tables as `reports` have them."""
+    """Yield every page with a table of results, with its tables from `reports`."""
     for path in sorted(DOCS.rglob("*.md")):
         page = path.read_text(encoding="utf-8")
         if path == PAGE:
@@ -244,9 +244,9 @@ def fill_page(page: str, reports: Mapping[str, Report]) -> str:
 
 
 def content(reports: Mapping[str, Report]) -> str:
-    """Return the summary of bars, the table, and the machines that its letters name."""
+    """Return the summary of bars, the table, and the machines of its letters."""
     machines: dict[str, str] = {}
-    lines, barred, missed = [], 0, 0
+    lines, with_bar, missed = [], 0, 0
     for name, metrics in HEADLINES.items():
         if name not in reports:
             lines.append(f"| {name} | not measured | | | `python -m benchmarks.{name}` | |")
@@ -256,21 +256,23 @@ def content(reports: Mapping[str, Report]) -> str:
         for metric, (meaning, bar) in metrics.items():
             value = report["metrics"][metric]
             met = is_met(value, bar)
-            barred += bool(bar)
+            with_bar += bool(bar)
             verdict = bar if met else f"{bar}: **missed**"
             missed += not met
             command = f"`{report['command'] or f'python -m benchmarks.{name}'}`"
-            own = (f"[{name}](results/{name}.json)", command, letter) if first else ("", "", "")
-            lines.append(f"| {own[0]} | {meaning} | {number(value)} | {verdict} | {own[1]} | {own[2]} |")
+            cells = (f"[{name}](results/{name}.json)", command, letter) if first else ("", "", "")
+            lines.append(
+                f"| {cells[0]} | {meaning} | {number(value)} | {verdict} | {cells[1]} | {cells[2]} |"
+            )
             first = False
-    summary = f"{barred} metrics have a bar; {missed} miss it."
+    summary = f"{with_bar} metrics have a bar; {missed} miss it."
     head = "| benchmark | what | value | bar | command | machine |\n| --- | --- | --: | --- | --- | --- |"
     letters = "\n".join(f"- {letter}: {text}" for text, letter in machines.items())
     return "\n\n".join([summary, "\n".join([head, *lines]), letters])
 
 
 def is_met(value: float, bar: str) -> bool:
-    """Return whether a value reaches a bar such as ``>= 2``; without a bar every value does."""
+    """Return whether a value meets a bar such as ``>= 2``; without a bar every value does."""
     if not bar:
         return True
     sign, limit = bar.split()

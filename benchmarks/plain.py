@@ -1,7 +1,7 @@
-"""Training a dual encoder in plain PyTorch, transformers and peft: what the package must not fall behind.
+"""Training of a dual encoder in plain PyTorch, transformers and peft: the package must be as good.
 
-Documents are read by SmolLM2's first layers, as the state at an end token behind them, or by the first layers
-of MiniLM, as the mean of its states; LoRA in either. See benchmarks/decoders.py, which measures both.
+A document's embedding is the state of SmolLM2's first layers at an end token after the text, or the mean of
+the states of MiniLM's first layers; both with LoRA. benchmarks/decoders.py measures both.
 """
 
 import random
@@ -19,12 +19,12 @@ from benchmarks.pairs import Pairs
 
 BATCH, RANK, PEAK_LR, TEMPERATURE, WARMUP = 16, 16, 5e-4, 0.02, 0.1
 QUERY_TOKENS, DOCUMENT_TOKENS = 20, 48
-QUERIES = 100  # of those held out; they are searched among all answers held out
+QUERIES = 100  # held-out questions; they search all held-out answers
 ENCODER_LAYERS = minilm.SMALL_LAYERS
 TEACHER_STEPS, STUDENT_BATCH = 60, 64
 INSTRUCTION = "Retrieve documents that answer the query: "
 Read = Literal["whole", "tokens", "light both", "light documents", "encoder", "two encoders", "student"]
-# Sides whose tokens are read one by one (LightRetriever, Table 4).
+# Sides with tokens that are read one by one (LightRetriever, Table 4).
 BY_TOKENS: Mapping[str, tuple[Read, ...]] = {
     "query": ("tokens", "light both"),
     "document": ("light both", "light documents"),
@@ -34,12 +34,12 @@ Side = Callable[[Sequence[str]], torch.Tensor]  # texts -> unit vectors
 
 
 def dim_of(read: Read) -> int:
-    """The dimension that both sides project to: the decoder's own, without a projection, or the encoder's."""
+    """Return the dimension of both sides: the decoder's, without a projection, or the encoder's."""
     return minilm.DIM if read in ("encoder", "two encoders", "student") else smollm.HIDDEN
 
 
 class Decoder(nn.Module):
-    """The state at an end token behind each text, projected where the dimension is not its own."""
+    """The state at an end token after each text, projected if the dimension differs from the model's."""
 
     def __init__(self, layers: int, dim: int) -> None:
         from transformers import AutoModel, AutoTokenizer
@@ -53,28 +53,28 @@ class Decoder(nn.Module):
         self.project = nn.Identity() if dim == smollm.HIDDEN else nn.Linear(smollm.HIDDEN, dim, bias=False)
 
     def ids(self, texts: Sequence[str], length: int) -> list[list[int]]:
-        """The first tokens of each text."""
+        """Return the first tokens of each text."""
         return [ids[:length] for ids in self.tokenizer(list(texts), add_special_tokens=False).input_ids]
 
     def states(self, rows: Sequence[list[int]]) -> torch.Tensor:
-        """The state of each row's end token; pads behind it change nothing in a causal model."""
+        """Compute the state of each row's end token; later pads change nothing in a causal model."""
         width = max(map(len, rows)) + 1
         ids = torch.tensor([[*row, *[self.end] * (width - len(row))] for row in rows])
         last = torch.tensor([len(row) for row in rows])
         hidden = self.model(input_ids=ids, use_cache=False).last_hidden_state
-        found: torch.Tensor = self.project(hidden[torch.arange(len(rows)), last])
-        return found
+        projected: torch.Tensor = self.project(hidden[torch.arange(len(rows)), last])
+        return projected
 
     def embed(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
-        """Embeddings of the first tokens of each text, not normalised."""
+        """Compute embeddings of the first tokens of each text, not normalised."""
         return self.states(self.ids(texts, length))
 
     def forward(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
-        """Unit vectors of the first tokens of each text."""
+        """Compute unit vectors of the first tokens of each text."""
         return F.normalize(self.embed(texts, length=length), dim=1)
 
     def token_means(self, texts: Sequence[str], *, length: int, instruction: str) -> torch.Tensor:
-        """LightRetriever's queries: the mean of a text's tokens, each read behind an instruction."""
+        """Compute LightRetriever's queries: the mean of a text's tokens, each read after an instruction."""
         rows, ahead = self.ids(texts, length), self.ids([instruction], length)[0]
         distinct = sorted({token for row in rows for token in row})
         vectors = self.states([[*ahead, token] for token in distinct])
@@ -97,16 +97,16 @@ class Encoder(nn.Module):
         self.project = nn.Linear(minilm.DIM, dim, bias=False)
 
     def embed(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
-        """Embeddings of the first tokens of each text, not normalised."""
+        """Compute embeddings of the first tokens of each text, not normalised."""
         cut = {"padding": True, "truncation": True, "max_length": length}
         batch = self.tokenizer(list(texts), return_tensors="pt", **cut)
         mask = batch.attention_mask[..., None]
         states = self.model(**batch).last_hidden_state
-        found: torch.Tensor = self.project((states * mask).sum(1) / mask.sum(1))
-        return found
+        projected: torch.Tensor = self.project((states * mask).sum(1) / mask.sum(1))
+        return projected
 
     def forward(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
-        """Unit vectors of the first tokens of each text."""
+        """Compute unit vectors of the first tokens of each text."""
         return F.normalize(self.embed(texts, length=length), dim=1)
 
 
@@ -163,7 +163,7 @@ def _minimise(
 def distil(pairs: Pairs, *, layers: int, steps: int) -> Figures:
     """Train a decoder for both sides, then an encoder on its embeddings of the training queries.
 
-    The loss is ScalingNote's (Eq. 15), of embeddings that are not normalised. `R@10 before` is the teacher's.
+    The loss is ScalingNote's (Eq. 15), on embeddings that are not normalised. `R@10 before` is the teacher's.
     """
     torch.manual_seed(0)
     decoder = Decoder(layers, minilm.DIM)
@@ -188,11 +188,11 @@ def distil(pairs: Pairs, *, layers: int, steps: int) -> Figures:
 
 @torch.no_grad()
 def recalls(pairs: Pairs, queries: Side, documents: Side) -> Figures:
-    """How often the answer to a held-out question is found among all of them."""
+    """Measure R@1 and R@10 of held-out questions among all held-out answers."""
     answers = [answer for _, answer in pairs.held_out]
     pool = torch.cat([documents(answers[start : start + 32]) for start in range(0, len(answers), 32)])
-    found = queries([question for question, _ in pairs.held_out[:QUERIES]])
-    return recalls_of("dense", found.numpy() @ pool.numpy().T)
+    vectors = queries([question for question, _ in pairs.held_out[:QUERIES]])
+    return recalls_of("dense", vectors.numpy() @ pool.numpy().T)
 
 
 def recalls_of(what: str, scores: np.ndarray) -> Figures:
@@ -202,11 +202,11 @@ def recalls_of(what: str, scores: np.ndarray) -> Figures:
 
 
 def described(losses: Mapping[int, float]) -> Figures:
-    """The contrastive loss of the dense half: means of what was noted in the ten steps up to some."""
-    found = {}
+    """Return means of the contrastive loss over the ten steps up to 20, 40, 60 and the last one."""
+    means = {}
     for step in (20, 40, 60, max(losses)):
         near = [loss for at, loss in losses.items() if step - 10 < at <= step]
         if step <= max(losses):
             name = "loss at end" if step == max(losses) else f"loss at {step}"
-            found[name] = round(float(np.mean(near)), 3)
-    return found
+            means[name] = round(float(np.mean(near)), 3)
+    return means

@@ -1,8 +1,8 @@
 """Public data sets, English and Chinese, in our columns: `python -m benchmarks.public_sets NAME`.
 
-A set becomes a folder ``data/NAME`` with documents.jsonl, queries.jsonl, qrels.jsonl and, of
-dureader_demo_zh, impressions.jsonl, which `configs/quickstart/NAME.yaml` reads. Its source files are in
-`$SCALINGNOTE_DATA/NAME`, else they are downloaded: every URL names a commit, and files have a sha256.
+A set becomes a folder ``data/NAME`` with documents.jsonl, queries.jsonl, qrels.jsonl and, for
+dureader_demo_zh, impressions.jsonl; `configs/quickstart/NAME.yaml` reads them. Its source files are in
+`$SCALINGNOTE_DATA/NAME`, or they are downloaded: every URL names a commit, and files have a sha256.
 """
 
 import csv
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 Tables = dict[str, Iterable[Row]]
 DATA = Path("data")
 _TIMEOUT_S = 30
-ARCHIVE = "commit.zip"  # of all files; a server builds it on each request, so it has no sha256
+ARCHIVE = "commit.zip"  # with all files; the server builds it per request, so it has no fixed sha256
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PublicSet:
     """A set: its source files, downloads and reader.
 
     Downloads are files of a folder ``owner/repository@commit/...`` of GitHub, with their sha256. `unpack`
-    makes the source files of them; None if they are the source files.
+    makes the source files from them; None if they are the source files.
     """
 
     files: tuple[str, ...]
@@ -52,7 +52,7 @@ class PublicSet:
 
 
 def prepare(name: str) -> Path:
-    """The folder of a set, which is converted if it is not there."""
+    """Return the folder of a set; convert the set if the folder is missing."""
     folder = DATA / name
     if (folder / "documents.jsonl").exists():
         return folder
@@ -67,7 +67,7 @@ def prepare(name: str) -> Path:
 
 
 def prepare_for(dataset: AnyDataset) -> None:
-    """Convert the set that the source of a config reads, if it reads one."""
+    """Convert the set of a config's dataset, if it has one."""
     if isinstance(dataset, Columns):
         folder = Path(dataset.documents.path).parent
         if folder.parent == DATA and folder.name in SETS:
@@ -75,12 +75,12 @@ def prepare_for(dataset: AnyDataset) -> None:
 
 
 def read_column(name: str, table: str, column: str) -> list[str]:
-    """The texts of a column of a set's documents or queries."""
+    """Return the texts of a column of a set's documents or queries."""
     return [row[column] for row in json_rows(prepare(name) / f"{table}.jsonl")]
 
 
 def find_files(name: str) -> Path | None:
-    """The folder with a set's source files, if one has them."""
+    """Return the folder with a set's source files, if there is one."""
     local = os.environ.get("SCALINGNOTE_DATA")
     for base in ([Path(local)] if local else []) + [DATA / "source"]:
         if all((base / name / file).is_file() for file in SETS[name].files):
@@ -89,18 +89,18 @@ def find_files(name: str) -> Path | None:
 
 
 def source_files(name: str) -> Path:
-    """The folder with a set's source files: in $SCALINGNOTE_DATA, else downloaded."""
-    if found := find_files(name):
-        return found
-    of = SETS[name]
+    """Return the folder with a set's source files, in $SCALINGNOTE_DATA or downloaded."""
+    if folder_of_set := find_files(name):
+        return folder_of_set
+    public_set = SETS[name]
     target = DATA / "source" / name
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=DATA) as work:
-        for folder, files in of.downloads.items():
+        for folder, files in public_set.downloads.items():
             for file, sha256 in files.items():
                 download(_github(folder, file), Path(work) / Path(file).name, sha256)
-        if of.unpack:
-            of.unpack(Path(work), target)
+        if public_set.unpack:
+            public_set.unpack(Path(work), target)
         else:
             shutil.copytree(work, target, dirs_exist_ok=True)
     return target
@@ -124,19 +124,19 @@ def _github(folder: str, file: str) -> str:
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """The objects of a JSON-lines file."""
+    """Yield the objects of a JSON-lines file."""
     with path.open("rb") as lines:  # as text, U+2028 would end a line
         yield from map(json.loads, lines)
 
 
 def write_json_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Write a JSON object a line."""
+    """Write one JSON object per line."""
     with path.open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def distinct(rows: Iterable[Row], *key: str) -> list[Row]:
-    """The first row of each value of the columns `key`."""
+    """Return the first row of each value of the columns `key`."""
     first: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         first.setdefault(tuple(row[name] for name in key), row)
@@ -144,15 +144,15 @@ def distinct(rows: Iterable[Row], *key: str) -> list[Row]:
 
 
 def pairs(rows: Iterable[tuple[Row, str | None]]) -> Tables:
-    """Tables of documents, each with a query that it answers or none; equal texts are one query."""
-    found = list(rows)
+    """Return tables of documents, each with a query that it answers or none; equal texts are one query."""
+    row_list = list(rows)
     judged = [
         {"query_id": text_id(query.strip(), prefix="q"), "query": query, "doc_id": document["doc_id"]}
-        for document, query in found
+        for document, query in row_list
         if query is not None
     ]
     return {
-        "documents": distinct((document for document, _ in found), "doc_id"),
+        "documents": distinct((document for document, _ in row_list), "doc_id"),
         "queries": [_only(row, "query_id", "query") for row in distinct(judged, "query_id")],
         "qrels": [
             _only(row, "query_id", "doc_id") | {"relevance": 1}
@@ -166,7 +166,7 @@ def _only(row: Row, *names: str) -> Row:
 
 
 def first_sentence(text: str, *, max_chars: int = 120) -> str:
-    """The first sentence of an English or Chinese text: the title of texts without one."""
+    """Return the first sentence of an English or Chinese text, as the title of texts without one."""
     end = re.search(r"[。！？\n]|[.!?](?=\s|$)", text.strip())
     return text.strip()[: end.end() if end else None][:max_chars].strip()
 
@@ -179,7 +179,7 @@ def first_sentence(text: str, *, max_chars: int = 120) -> str:
 
 
 def read_medquad(folder: Path) -> Tables:
-    """A judged pair in each row."""
+    """Read MedQuAD: each row of the file is a judged pair."""
     count: Counter[str] = Counter()  # some question ids occur in several files of the source
 
     def pair(row: Row) -> tuple[Row, str]:
@@ -198,11 +198,11 @@ def read_medquad(folder: Path) -> Tables:
 
 
 def unpack_medquad(downloads: Path, target: Path) -> None:
-    """One JSON-lines file from the repository's 11,274 XML files."""
+    """Write one JSON-lines file from the repository's 11,274 XML files."""
     with zipfile.ZipFile(downloads / ARCHIVE) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".xml"))
-        found = (_medquad_pairs(archive.read(name), collection=name.split("/")[-2]) for name in names)
-        write_json_lines(target / "qa.jsonl", chain.from_iterable(found))
+        pair_lists = (_medquad_pairs(archive.read(name), collection=name.split("/")[-2]) for name in names)
+        write_json_lines(target / "qa.jsonl", chain.from_iterable(pair_lists))
 
 
 def _medquad_pairs(xml: bytes, *, collection: str) -> Iterator[Row]:
@@ -228,12 +228,12 @@ def _medquad_pairs(xml: bytes, *, collection: str) -> Iterator[Row]:
 # --- devops.stackexchange.com until September 2020: question titles are queries ---------------------------
 #
 # A document is an answer: topic = the question's tags, title = the answer's first sentence (the question's
-# title is the query, so it must not be in the document). Grades: 3 accepted, 2 at least three votes, 1 not
+# title is the query, so the document must not contain it). Grades: 3 accepted, 2 at least three votes, 1 not
 # voted down, 0 voted down. Groups are questions.
 
 
 def read_devops(folder: Path) -> Tables:
-    """Answers whose question is there."""
+    """Read answers with an existing question."""
     questions = {
         row["id"]: row | {"query_id": text_id(row["title"], prefix="q"), "query": row["title"]}
         for row in json_rows(folder / "questions.jsonl")
@@ -271,7 +271,7 @@ def read_devops(folder: Path) -> Tables:
 
 
 def unpack_devops(downloads: Path, target: Path) -> None:
-    """Questions and answers from posts.csv of the archive, without HTML."""
+    """Write questions and answers from posts.csv of the archive, without HTML."""
     with tarfile.open(downloads / "devops.tgz") as archive:
         member = archive.extractfile("posts.csv")
         assert member is not None, "the archive's sha256 was checked"
@@ -300,7 +300,7 @@ def unpack_devops(downloads: Path, target: Path) -> None:
 
 
 def strip_html(markup: str) -> str:
-    """The text of an HTML fragment on one line."""
+    """Return the text of an HTML fragment on one line."""
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
 
 
@@ -314,7 +314,7 @@ ICECAT_ZIPS = tuple(f"{number}.json.zip" for number in range(1, 5))
 
 
 def read_icecat(folder: Path) -> Tables:
-    """Products and judged queries; equal query texts are one query."""
+    """Read products and judged queries; equal query texts are one query."""
     with (folder / ICECAT_JUDGEMENTS).open(encoding="utf-8-sig", newline="") as stream:
         judged = [
             {
@@ -333,7 +333,7 @@ def read_icecat(folder: Path) -> Tables:
 
 
 def unpack_icecat(downloads: Path, target: Path) -> None:
-    """One JSON-lines file from the four zipped JSON lists, without image URLs; and the judgements."""
+    """Write one JSON-lines file from the four zipped JSON lists, without image URLs; copy the judgements."""
 
     def products(name: str) -> Iterator[Row]:
         with zipfile.ZipFile(downloads / name) as archive:
@@ -370,14 +370,14 @@ def _icecat_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# --- DRCD (traditional), CMRC 2018, XQuAD-zh: titled paragraphs with questions people wrote for them ------
+# --- DRCD (traditional), CMRC 2018, XQuAD-zh: titled paragraphs with questions by annotators --------------
 #
 # A document is a paragraph under its article's title; groups are articles. These are reading-comprehension
 # sets: a question was written with its paragraph in view, and only that paragraph is judged.
 
 
 def read_titles(folder: Path) -> Tables:
-    """Paragraphs with equal text are one document; one without questions has no query."""
+    """Read paragraphs; equal texts are one document, and a paragraph without questions has no query."""
 
     def rows() -> Iterator[tuple[Row, str | None]]:
         for name in SETS["zh_reading_titles"].files:
@@ -398,13 +398,12 @@ def read_titles(folder: Path) -> Tables:
 
 
 # --- Chinese patients' questions to doctors (sample of internal medicine) ---------------------------------
-#
-# The title that the patient wrote is the query. A document is the doctor's answer: topic = the department,
-# title = the answer's first sentence, since the document must contain nothing that the patient wrote.
+# The patient's title is the query. A document is the doctor's answer: topic = the department, title = the
+# answer's first sentence, because the document must not contain the patient's text.
 
 
 def read_medical(folder: Path) -> Tables:
-    """One judged pair per row of the file; equal answers are one document."""
+    """Read one judged pair per row of the file; equal answers are one document."""
     (name,) = SETS["zh_medical_qa"].files
     with (folder / name).open(encoding="gb18030", newline="") as stream:
         return pairs(
@@ -422,16 +421,15 @@ def read_medical(folder: Path) -> Tables:
 
 
 def unpack_medical(downloads: Path, target: Path) -> None:
-    """The file by another name."""
+    """Copy the file to another name."""
     (file,) = downloads.iterdir()
     shutil.copyfile(file, target / SETS["zh_medical_qa"].files[0])
 
 
 # --- Demo of DuReader 2.0 (He et al. 2018): web queries, the pages an engine ranked and those selected ----
-#
 # A document is a result page. The impressions have the pages and ranks of a real engine; a "click" is a
 # page that the annotators selected as an answer, and there are no timestamps. The queries of the test file
-# have no selection: their pages are documents without judgements. Groups are queries, since the pages of
+# have no selection: their pages are documents without judgements. Groups are queries, because the pages of
 # one query repeat each other.
 
 
@@ -444,7 +442,7 @@ DUREADER_FILES: dict[str, str | None] = {
 
 
 def read_dureader(folder: Path) -> Tables:
-    """Pages, labelled queries, selections as grades 1 and 0, and impressions."""
+    """Read pages, labelled queries, selections (as grades 1 and 0), and impressions."""
     rows = list(chain.from_iterable(json_rows(folder / f) for f in SETS["dureader_demo_zh"].files))
     pages = [
         {
@@ -474,7 +472,7 @@ def read_dureader(folder: Path) -> Tables:
 
 
 def unpack_dureader(downloads: Path, target: Path) -> None:
-    """The rows without the segmented copies of every text."""
+    """Write the rows without the segmented copies of every text."""
 
     def page(found: Row) -> Row:
         texts = _only(found, "title", "paragraphs")

@@ -1,13 +1,13 @@
-"""Forms of a query tower against each other: string in, unit vector out.
+"""Comparison of the forms of a query tower, from string to unit vector.
 
     python -m benchmarks.query_encoder --json docs/results/query_encoder.json [--rounds N] [--compiled]
 
-One student (BERT's shape, 4 layers of 768, random weights, a vocabulary of 30,000 learnt from the data) in
-every form that `QueryEncoder` runs, and through sentence-transformers' `encode`; a lookup table of the same
-tokens; and only the tokenizer, as a floor. For each number of threads one process holds all forms, which take
-turns, so that other work on the machine affects all; medians count.
+The forms are one student (BERT's shape, 4 layers of 768, random weights, a vocabulary of 30,000 trained on
+the data) in every form of `QueryEncoder` and through sentence-transformers' `encode`; a lookup table of the
+same tokens; and only the tokenizer, as a lower bound. For each number of threads one process runs all forms
+in turns, so that other work on the machine affects all; the results are medians.
 
-With one thread rates are of processor time. Cosines are to torch in float32, of the table to float64 sums.
+With one thread, rates use processor time. Cosines are to torch in float32, for the table to float64 sums.
 Queries are real ones.
 """
 
@@ -34,14 +34,14 @@ TOKENIZER = "tokenizer only"
 DIM = 128
 QUICK = (TABLE, TOKENIZER)  # a single call of these is too short to time
 COMPARED = 256  # queries whose embeddings are compared
-PACKAGES = ("numpy", "torch")  # whose documentation replaces medquad if that is missing
+PACKAGES = ("numpy", "torch")  # their documentation replaces medquad if that is missing
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, default=4, help="of the student, default: %(default)s")
     parser.add_argument("--hidden", type=int, default=768, help="of the student, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=15, help="of batch 1; larger ones get fewer")
+    parser.add_argument("--rounds", type=int, default=15, help="of batch 1; larger batches get fewer")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument(
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def build(folder: Path, options: Namespace) -> list[str]:
-    """Write the student, its graphs and the table below `folder`; returns the queries to ask."""
+    """Write the student, its graphs and the table below `folder`; return the queries to encode."""
     import torch
     from tokenizers import Tokenizer
 
@@ -92,16 +92,16 @@ def build(folder: Path, options: Namespace) -> list[str]:
 
 
 def measure(folder: str, queries: Sequence[str], threads: int, options: Namespace) -> list[Row]:
-    """A row per batch size and form; called in a process that nothing has set threads in yet."""
+    """Measure each batch size and form; call it in a new process, in which no library has set threads yet."""
     import torch
 
     torch.set_num_threads(threads)
     forms = _forms(Path(folder), threads, compiled=options.compiled)
-    compared = list(queries[:COMPARED])
-    found = {name: encode(compared) for name, encode in forms.items() if name != TOKENIZER}
-    lengths = [len(ids) for ids in forms[TOKENIZER](compared)]
-    truth = dict.fromkeys(found, found[REFERENCE]) | {TABLE: _sums(Path(folder) / "lookup", compared)}
-    cosines = {name: _least_cosine(made, truth[name]) for name, made in found.items()}
+    sample = list(queries[:COMPARED])
+    embeddings = {name: encode(sample) for name, encode in forms.items() if name != TOKENIZER}
+    lengths = [len(ids) for ids in forms[TOKENIZER](sample)]
+    truth = dict.fromkeys(embeddings, embeddings[REFERENCE]) | {TABLE: _sums(Path(folder) / "lookup", sample)}
+    cosines = {name: _least_cosine(vectors, truth[name]) for name, vectors in embeddings.items()}
     rows: list[Row] = []
     for batch in options.batches:
         rounds = max(options.rounds if batch == 1 else options.rounds * 2 // (2 + batch.bit_length()), 3)
@@ -110,13 +110,13 @@ def measure(folder: str, queries: Sequence[str], threads: int, options: Namespac
             for name, encode in forms.items():
                 calls = max(512 // batch, 4) if name in QUICK else 1
                 times[name].append(_timed(encode, queries, batch, number, calls))
-                time.sleep(0.002)  # threads that look out for more work give up
+                time.sleep(0.002)  # idle threads stop spinning
         rows += _rows(times, batch, threads, cosines)
     return [row | {"tokens": statistics.mean(lengths)} for row in rows]
 
 
 def metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Ratios of one thread's rates, and cosines."""
+    """Return ratios of one thread's rates, and cosines."""
     rates = {(r["threads"], r["batch"], r["form"]): r["queries/cpu s"] for r in rows}
     pairs = {
         "onnx_int8_b1_over_torch_fp32": (1, "onnx int8", REFERENCE),
@@ -124,18 +124,18 @@ def metrics(rows: Sequence[Row]) -> dict[str, float]:
         "lookup_b64_over_tokenize": (64, TABLE, TOKENIZER),
         "onnx_int8_b1_over_sentence_transformers": (1, "onnx int8", "sentence-transformers"),
     }
-    made: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, (batch, one, other) in pairs.items():
         if (1, batch, one) in rates:
-            made[name] = rates[1, batch, one] / rates[1, batch, other]
+            values[name] = rates[1, batch, one] / rates[1, batch, other]
     for row in rows:
         if row["batch"] == 1 and row["threads"] == 1 and row["cosine"] is not None:
-            made[f"cosine_{row['form'].replace(' ', '_').replace('-', '_')}"] = row["cosine"]
-    return made
+            values[f"cosine_{row['form'].replace(' ', '_').replace('-', '_')}"] = row["cosine"]
+    return values
 
 
 def _in_a_process(folder: str, queries: Sequence[str], threads: int, options: Namespace) -> list[Row]:
-    # Read when a library is loaded, so they must be there before.
+    # Libraries read these when they are loaded.
     os.environ.update(
         OMP_NUM_THREADS=str(threads),
         RAYON_NUM_THREADS=str(threads),
@@ -145,7 +145,7 @@ def _in_a_process(folder: str, queries: Sequence[str], threads: int, options: Na
 
 
 def _forms(folder: Path, threads: int, *, compiled: bool) -> dict[str, Encode]:
-    """Form -> what encodes with it."""
+    """Return form -> its encoder."""
     from sentence_transformers import SentenceTransformer
     from tokenizers import Tokenizer
 
@@ -183,7 +183,7 @@ def _forms(folder: Path, threads: int, *, compiled: bool) -> dict[str, Encode]:
 def _timed(
     encode: Encode, queries: Sequence[str], batch: int, number: int, calls: int
 ) -> tuple[float, float]:
-    """Seconds per query of the processor and of the clock, over other queries in every round."""
+    """Measure seconds per query of the processor and of the clock, with other queries in every round."""
     start = number * batch * calls
     chosen_batches = [
         [queries[(start + call * batch + i) % len(queries)] for i in range(batch)] for call in range(calls)
@@ -198,8 +198,8 @@ def _rows(
     times: dict[str, list[tuple[float, float]]], batch: int, threads: int, cosines: dict[str, float]
 ) -> list[Row]:
     middle = {  # the first round warms up
-        name: [statistics.median(column) for column in zip(*found[1:], strict=True)]
-        for name, found in times.items()
+        name: [statistics.median(column) for column in zip(*times_of[1:], strict=True)]
+        for name, times_of in times.items()
     }
     which = 0 if threads == 1 else 1
     return [
@@ -217,7 +217,7 @@ def _rows(
 
 
 def _sums(folder: Path, queries: Sequence[str]) -> Any:
-    """Means of table rows in float64, token by token."""
+    """Compute means of table rows in float64, token by token."""
     from tokenizers import Tokenizer
 
     from scalingnote.models.lookup_table import Table
@@ -234,7 +234,7 @@ def _least_cosine(found: Any, truth: Any) -> float:
 
 
 def _data() -> tuple[list[str], list[str]]:
-    """Texts to learn a tokenizer from, and queries: of medquad if it is there, else what is built in."""
+    """Return texts to train a tokenizer, and queries: of medquad if available, else of Python packages."""
     from scalingnote.datasets import python_docs
     from scalingnote.datasets.config import PythonDocs
     from scalingnote.datasets.input_files import readable_rows
@@ -247,8 +247,8 @@ def _data() -> tuple[list[str], list[str]]:
         texts = [row["content"] for row in readable_rows(source.rows("documents"))]
         queries = [row["query"] for row in readable_rows(source.rows("queries"))]
     order = np.random.default_rng(0).permutation(len(queries))[:4000]
-    chosen = [queries[i] for i in order]
-    return [*texts, *chosen], chosen
+    sample = [queries[i] for i in order]
+    return [*texts, *sample], sample
 
 
 if __name__ == "__main__":

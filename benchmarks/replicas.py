@@ -1,4 +1,4 @@
-"""Replicas of a service on two nodes of Ray here, to kill under load, and its clients."""
+"""Replicas of a service on two nodes of Ray on this machine, to kill under load, and its clients."""
 
 import http.client
 import json
@@ -30,17 +30,17 @@ Deploy = Callable[[dict[str, Any]], None]  # a `user_config` of the gateways
 
 
 class Client:
-    """A connection that is made anew when it breaks."""
+    """A connection that reconnects when it breaks."""
 
     def __init__(self, url: str) -> None:
         self._host = urlsplit(url).netloc
         self._connection = http.client.HTTPConnection(self._host, timeout=60)
 
     def __call__(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and JSON; (0, None) if the connection broke."""
-        sent = None if body is None else json.dumps(body)
+        """Send a request; return status and JSON, or (0, None) if the connection broke."""
+        data = None if body is None else json.dumps(body)
         try:
-            self._connection.request(method, path, sent, {"content-type": "application/json"})
+            self._connection.request(method, path, data, {"content-type": "application/json"})
             answer = self._connection.getresponse()
             text = answer.read()
         except (OSError, http.client.HTTPException):
@@ -52,7 +52,7 @@ class Client:
             return answer.status, None
 
     def settle(self, *, shards: int) -> None:
-        """Wait until everything answers again."""
+        """Wait until all shards answer again."""
         for _ in range(600):
             status, health = self("GET", "/healthz")
             if status == 200 and health["status"] == "ok" and health["shards_answered"] == shards:
@@ -63,17 +63,17 @@ class Client:
 
 @dataclass
 class Tally:
-    """What clients have seen. Threads may share one."""
+    """Counts of the clients' answers. Threads may share one."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     partial: int = 0
     degraded: Counter[str] = field(default_factory=Counter)
-    wrong: int = 0  # answers that mix versions, or are not what they say they are
+    wrong: int = 0  # answers that mix versions, or differ from those of the stated version
     twice: int = 0  # answers with a document twice
 
     @property
     def errors(self) -> int:
-        """Requests that got no answer."""
+        """Number of requests without an answer."""
         return sum(count for status, count in self.statuses.items() if status not in (200, 404))
 
 
@@ -87,7 +87,7 @@ def searches(
     threads: int,
     is_right: Callable[[dict[str, Any], dict[str, Any]], bool] = lambda body, answer: True,
 ) -> Iterator[None]:
-    """Clients that search over and over: each sends what `draw` gives, and counts the answer."""
+    """Run clients that search repeatedly: each sends the body from `draw`, and counts the answer."""
     stop = threading.Event()
 
     def search() -> None:
@@ -97,22 +97,22 @@ def searches(
             status, answer = client("POST", "/search", body)
             tally.statuses[status] += 1
             if status == 200:
-                found = [hit["doc_id"] for hit in answer["results"]]
-                tally.twice += len(found) != len(set(found))
+                doc_ids = [hit["doc_id"] for hit in answer["results"]]
+                tally.twice += len(doc_ids) != len(set(doc_ids))
                 tally.partial += answer["shards_answered"] < shards
                 tally.degraded.update(answer["degraded"])
                 if not is_right(body, answer):
                     tally.wrong += 1
                     print(f"wrong: {json.dumps([body, answer])}", flush=True)
 
-    running = [threading.Thread(target=search) for _ in range(threads)]
-    for each in running:
+    clients = [threading.Thread(target=search) for _ in range(threads)]
+    for each in clients:
         each.start()
     try:
         yield
     finally:
         stop.set()
-        for each in running:
+        for each in clients:
             each.join()
 
 
@@ -130,7 +130,7 @@ class Cluster:
 
     @contextmanager
     def service(self, settings: dict[str, Any], **served: str) -> Iterator[str]:
-        """A service as the shell starts it, of artifacts or of a run: its URL."""
+        """Run a service like `scalingnote serve`, with artifacts or a run; yield its URL."""
         command = [sys.executable, "-c", START, *(f"{name}={uri!r}" for name, uri in served.items())]
         command += [f"serve.{key}={json.dumps(value)}" for key, value in settings.items()]
         environment = {**os.environ, "RAY_ADDRESS": self._nodes.address}
@@ -141,11 +141,11 @@ class Cluster:
         finally:
             process.terminate()
             process.wait(60)
-            serve.shutdown()  # in here: this process forgets the Serve that has ended with that one
+            serve.shutdown()  # in this process: drop the state of the Serve that ended with the other one
 
     @contextmanager
     def deployed(self, settings: dict[str, Any], **served: str) -> Iterator[tuple[str, Deploy]]:
-        """A service as `serve deploy` starts it: its URL, and a deploy of its file with a `user_config`."""
+        """Run a service like `serve deploy`; yield its URL, and a function that deploys a `user_config`."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
@@ -167,9 +167,9 @@ class Cluster:
             serve.shutdown()
 
     def kill(self, part: str, wait_s: float = 0.0, hold_s: float = 0.0) -> None:
-        """kill -9 a replica of a deployment that is one of `part`, or the second NODE, in a moment.
+        """Wait, then kill -9 a replica of a deployment of `part`, or the second NODE.
 
-        For `hold_s` seconds before that the replica takes calls and answers none.
+        For `hold_s` seconds before that the replica accepts calls without an answer.
         """
         time.sleep(wait_s)
         if part == NODE:
@@ -185,27 +185,27 @@ class Cluster:
         self._killed = time.monotonic()
 
     def whole(self) -> bool:
-        """Whether every deployment has all its replicas, each of them ready; a lost node is replaced before.
+        """Replace a lost node, then return whether every deployment has all its replicas, each of them ready.
 
-        To be called by the main thread, as Ray wants it of what starts nodes.
+        Call it in the main thread, in which Ray must start nodes.
         """
         if self._second is None:
             self._second = self._nodes.add_node(num_cpus=NODE_CPUS)
         if time.monotonic() < self._killed + 2:  # Serve may not have noticed yet
             return False
-        found = serve.status().applications["scalingnote"]
-        return all(each.status == "HEALTHY" for each in found.deployments.values())
+        application = serve.status().applications["scalingnote"]
+        return all(each.status == "HEALTHY" for each in application.deployments.values())
 
     def processes(self) -> set[int]:
-        """The numbers of the processes of all replicas."""
+        """Return the process ids of all replicas."""
         return {replica.pid for replica in self._replicas("")}
 
     @staticmethod
     def _replicas(part: str) -> list[psutil.Process]:
-        found = []
+        replicas = []
         for each in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it may end while it is looked at
+            with suppress(psutil.Error):  # it may end during the check
                 line = "".join(each.cmdline())
                 if "ServeReplica" in line and f":{part}" in line:
-                    found.append(each)
-        return found
+                    replicas.append(each)
+        return replicas

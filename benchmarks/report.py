@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def plain_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser without options, whose help keeps the lines of a docstring."""
+    """Return a parser without options; its help keeps the lines of a docstring."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,14 +37,14 @@ def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParse
 
 def command() -> str | None:
     """Return the command that started this benchmark, without ``--json``; None in a test."""
-    started = getattr(sys.modules["__main__"], "__spec__", None)
-    if started is None or not started.name.startswith("benchmarks."):
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or not spec.name.startswith("benchmarks."):
         return None
     words = sys.argv[1:]
     if "--json" in words:
         at = words.index("--json")
         words = words[:at] + words[at + 2 :]
-    return shlex.join(["python", "-m", started.name, *words])
+    return shlex.join(["python", "-m", spec.name, *words])
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -53,7 +53,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows with equal keys as Markdown; leading columns that hold only words are aligned left."""
+    """Return rows with equal keys as Markdown; leading columns with only words are aligned left."""
     words = takewhile(lambda name: all(_is_word(row[name]) for row in rows), rows[0])
     lines = [[_text(value) for value in row.values()] for row in rows]
     return ReportTable([*rows[0]], lines, text=len([*words])).markdown
@@ -68,7 +68,7 @@ def write(
 ) -> None:
     """Write ``{"command": ..., "metrics": ..., "environment": ..., **tables}``; do nothing without a path.
 
-    `machine` replaces what is known of this machine if the measurements were made on another one.
+    `machine` replaces the facts of this machine if the measurements were made on another one.
     """
     if path is None:
         return
@@ -81,7 +81,7 @@ def write(
 def take_turns(
     sides: Mapping[str, Callable[[], Any]], *, rounds: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, list[float]]:
-    """Return the seconds of each side in each round: what else the machine does falls on all of them."""
+    """Return the seconds of each side in each round: other work of the machine affects all sides."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, work in sides.items():
@@ -92,7 +92,7 @@ def take_turns(
 
 
 def run_isolated(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return the result of `work` in a new process, so that its peak memory is its own."""
+    """Return the result of `work` in a new process, so that it has a separate peak memory."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *args, **kwargs).result()
 

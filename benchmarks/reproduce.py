@@ -1,15 +1,14 @@
-"""What three papers claim, with small pretrained models on public data: which claims hold?
+"""Tests of the claims of three papers, with small pretrained models on public data.
 
     python -m benchmarks.reproduce --json docs/results/reproduce.json --trials docs/results/trials.jsonl
 
-A decoder is SmolLM2-135M's first layers (benchmarks/smollm.py), pooled at its end token as the papers' are;
-all of them for the orders that four layers cannot tell (smollm-30). An encoder is all-MiniLM-L6-v2
-(benchmarks/minilm.py). BM25, the models before training, and hybrids with BM25 are in every table.
-An order of two methods counts if nDCG@10 differs by a paired two-sided t-test
-over queries, p < 0.05 after Holm's correction for all orders. Finished trials are not run again
-(benchmarks/trials.py): interrupt this, and start it again. Whether a decoder learns at all, and whether
-LightRetriever's hybrid of all 30 layers is below its halves, is measured by benchmarks/decoders.py, and
-repeated here from its results.
+A decoder is SmolLM2-135M's first layers (benchmarks/smollm.py), pooled at its end token like in the papers;
+all layers for orders that four layers cannot show (smollm-30). An encoder is all-MiniLM-L6-v2
+(benchmarks/minilm.py). BM25, the models before training, and hybrids with BM25 are in every table. An order
+of two methods counts if nDCG@10 differs by a paired two-sided t-test over queries, p < 0.05 after Holm's
+correction for all orders. Finished trials are not repeated (benchmarks/trials.py): after an interruption,
+start this again. benchmarks/decoders.py measures whether a decoder learns at all, and whether
+LightRetriever's hybrid of all 30 layers is below its halves; its results are included here.
 """
 
 import json
@@ -38,7 +37,7 @@ SEEDS = {"medquad": 3, "feedbackqa": 3, "scifact": 1, "stackexchange_devops": 1}
 STEPS = {"smollm": 150, "minilm-native": 60, "smollm-30": 200, "smollm-gpu": 512}
 SHORT = {"smollm": "SmolLM2", "smollm-30": "SmolLM2, 30 layers", "minilm-native": "MiniLM"}
 DEEP = "smollm-30"
-ON_GPU = "-gpu"  # all layers, whole corpora, longer texts, batches of 64
+ON_GPU = "-gpu"  # all layers, complete corpora, longer texts, batches of 64
 HALF_OF_THEIR_DOCUMENTS = dict.fromkeys(("medquad", "stackexchange_devops"), ("dataset.max_documents=3000",))
 LIGHT = "ablations/lightretriever-"
 LADDER = ("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching")
@@ -59,23 +58,23 @@ DECODERS = (
     (f"{LIGHT}without-instruction", True),
     (f"{LIGHT}embedding-layer", True),
 )
-# LightRetriever's Table 4: means of single tokens are level with whole texts that four layers read.
+# LightRetriever's Table 4: with four layers, means of single tokens are as good as uncut texts.
 NEEDS_DEPTH = (f"methods/{LIGHTRETRIEVER}-dense", f"{LIGHT}light-both", f"{LIGHT}light-documents")
-# By dataset, backbone and method: half the steps of its rival, half an hour of a core less, do not favour it.
+# By dataset, backbone and method: half the rival's steps save half an hour of a core, and do not favour it.
 FEWER_STEPS = {("stackexchange_devops", DEEP, NEEDS_DEPTH[0]): 100}
-# By backbone, in order of worth: files of configs/, and whether they are trained.
+# By backbone, the most important first: files of configs/, and whether they are trained.
 METHODS: Mapping[str, Sequence[tuple[str, bool]]] = {
     "smollm": DECODERS,
     "minilm-native": (("methods/native", False), *((f"methods/{name}", True) for name in (*LADDER, *CE))),
     DEEP: [(method, True) for method in NEEDS_DEPTH],
     f"smollm{ON_GPU}": DECODERS,
 }
-Found = Mapping[str, Mapping[str, Row]]  # by dataset: query side, as `label` has it -> its results
+Found = Mapping[str, Mapping[str, Row]]  # by dataset: label of a query side -> its results
 Rows = list[dict[str, Any]]
 
 
 class Order(NamedTuple):
-    """What a paper says of two query sides, by their labels, its table, and its own figures of them."""
+    """The order of two query sides in a paper, by their labels, with its table and its figures."""
 
     paper: str
     better: str
@@ -112,7 +111,7 @@ ORDERS = (
 
 
 def main() -> None:
-    """Parse arguments, run what is missing, print and write."""
+    """Parse arguments, run missing trials, print and write."""
     parser = trial_parser(__doc__, datasets=list(SEEDS))
     on_cpus = [name for name in METHODS if not name.endswith(ON_GPU)]
     parser.add_argument("--backbones", nargs="+", choices=list(METHODS), default=on_cpus)
@@ -120,24 +119,24 @@ def main() -> None:
     parser.add_argument("--decoders", type=Path, default=results, help="results of benchmarks.decoders")
     options = parser.parse_args()
     configure()
-    wanted = trials(options.datasets, options.backbones, options)
-    outcomes = run_given(wanted, options)
-    found = by_dataset(outcomes)
-    tables = {f"quality, {dataset}": quality(sides) for dataset, sides in found.items()}
-    tables |= {"orders": orders(found), "before training": untrained(found)}
+    all_trials = trials(options.datasets, options.backbones, options)
+    outcomes = run_given(all_trials, options)
+    sides_by_data = by_dataset(outcomes)
+    tables = {f"quality, {dataset}": quality(sides) for dataset, sides in sides_by_data.items()}
+    tables |= {"orders": orders(sides_by_data), "before training": untrained(sides_by_data)}
     tables = {title: rows for title, rows in tables.items() if rows}
     for title, rows in tables.items():
         show(title, rows)
-    every = metrics(found) | learned(options.decoders)
+    all_metrics = metrics(sides_by_data) | learned(options.decoders)
     if "feedbackqa" in options.datasets:
-        every["first_token_overlap"] = first_token_overlap("feedbackqa", run_dir=options.run_dir)
+        all_metrics["first_token_overlap"] = first_token_overlap("feedbackqa", run_dir=options.run_dir)
     machine = trial_machines(outcomes)
-    write(options.json, metrics=every, machine=machine, settings=settings(), tables=tables)
-    require(wanted, outcomes, options)
+    write(options.json, metrics=all_metrics, machine=machine, settings=settings(), tables=tables)
+    require(all_trials, outcomes, options)
 
 
 def settings() -> dict[str, Any]:
-    """What the page says of the trials."""
+    """Return the settings of the trials, for the page."""
     decoder = {"layers": smollm.LAYERS, "of": smollm.ALL_LAYERS, "millions": 135, "steps": STEPS["smollm"]}
     deep = {"layers": smollm.ALL_LAYERS, "steps": STEPS[DEEP], "fewer": [*FEWER_STEPS.values()]}
     encoder = {"layers": minilm.SMALL_LAYERS, "steps": STEPS["minilm-native"]}
@@ -149,7 +148,7 @@ def settings() -> dict[str, Any]:
 
 
 def trials(datasets: Sequence[str], backbones: Sequence[str], options: Any) -> list[Trial]:
-    """The trials in order of worth: every method with the first seed before any with the second."""
+    """Return the trials, the most important first: every method with the first seed, then the second seed."""
     return [
         trial(dataset, backbone, method, seed, trained=trained, options=options)
         for seed in range(options.seeds)
@@ -161,20 +160,23 @@ def trials(datasets: Sequence[str], backbones: Sequence[str], options: Any) -> l
 
 
 def trial(dataset: str, backbone: str, method: str, seed: int, *, trained: bool, options: Any) -> Trial:
-    """A method on a dataset, and BM25; LightRetriever's halves are joined as its authors do."""
-    own = ("bm25={}", *(() if backbone.endswith(ON_GPU) else HALF_OF_THEIR_DOCUMENTS.get(dataset, ())))
-    own += CE_KNOBS if method.removeprefix("methods/") in CE else ()
-    # A decoder's student has a projection of its own, which starts at random.
-    own += ("distill.global_batch=64", f"distill.epochs={10 if backbone.startswith('smollm') else 3}")
+    """Return the trial of a method on a dataset, with BM25 and the hybrid of LightRetriever's authors."""
+    trial_knobs = (
+        "bm25={}",
+        *(() if backbone.endswith(ON_GPU) else HALF_OF_THEIR_DOCUMENTS.get(dataset, ())),
+    )
+    trial_knobs += CE_KNOBS if method.removeprefix("methods/") in CE else ()
+    # A decoder's student has a separate projection, which starts at random.
+    trial_knobs += ("distill.global_batch=64", f"distill.epochs={10 if backbone.startswith('smollm') else 3}")
     if LIGHTRETRIEVER in method:
-        own += ("evaluate.hybrid.dense_weight=0.7", "evaluate.hybrid.raw=false")
+        trial_knobs += ("evaluate.hybrid.dense_weight=0.7", "evaluate.hybrid.raw=false")
     usual = FEWER_STEPS.get((dataset, backbone, method), STEPS[backbone])
     steps = (options.steps or usual) if trained else 0
-    return Trial(dataset, backbone, method, seed, steps, (*own, *options.overrides))
+    return Trial(dataset, backbone, method, seed, steps, (*trial_knobs, *options.overrides))
 
 
 def by_dataset(outcomes: Iterable[Outcome]) -> Found:
-    """Every query side's results by its label; of a side that several trials report the first is taken."""
+    """Return every query side's results by its label, from the first trial that reports the side."""
     by_seed: dict[str, dict[str, dict[int, Side]]] = {}
     for outcome in outcomes:
         one = outcome.trial
@@ -186,7 +188,7 @@ def by_dataset(outcomes: Iterable[Outcome]) -> Found:
 
 
 def label(one: Trial, side: str) -> str:
-    """How a query side of a trial is called: `scalingdual, SmolLM2, untrained`."""
+    """Return the label of a query side of a trial: `scalingdual, SmolLM2, untrained`."""
     if side == "bm25":
         return side
     name, plus, _ = side.partition(" + bm25")
@@ -198,7 +200,7 @@ def label(one: Trial, side: str) -> str:
 
 
 def quality(sides: Mapping[str, Row]) -> Rows:
-    """A row for each query side, the best nDCG@10 first; of hybrids with BM25 only nDCG@10."""
+    """Return a row for each query side, the best nDCG@10 first; of hybrids with BM25 only nDCG@10."""
     rows = []
     plain = [name for name in sides if not name.endswith(" + bm25")]
     for name in sorted(plain, key=lambda name: -sides[name].mean(NDCG)):
@@ -212,7 +214,7 @@ def quality(sides: Mapping[str, Row]) -> Rows:
 
 
 def orders(found: Found) -> Rows:
-    """What the papers order, by nDCG@10; p after Holm's correction for the whole table."""
+    """Compare the papers' orders by nDCG@10; p after Holm's correction for the complete table."""
     pairs = [
         (dataset, order, sides[order.better], sides[order.worse])
         for dataset, sides in found.items()
@@ -221,8 +223,8 @@ def orders(found: Found) -> Rows:
     ]
     p = holm({str(at): p_value(better, worse) for at, (*_, better, worse) in enumerate(pairs)})
     rows = []
-    for at, (dataset, order, *both) in enumerate(pairs):
-        better, worse = both[0].with_common_seeds(both[1])  # of the seeds that both have
+    for at, (dataset, order, *row_pair) in enumerate(pairs):
+        better, worse = row_pair[0].with_common_seeds(row_pair[1])  # of their common seeds
         clear, gap = p[str(at)] < SIGNIFICANT, better.mean(NDCG) - worse.mean(NDCG)
         rows.append(
             {"paper": order.paper, "its figures": order.figures, "data": dataset}
@@ -237,26 +239,26 @@ def orders(found: Found) -> Rows:
 
 
 def _compared(order: Order, sides: Mapping[str, Row]) -> bool:
-    """Whether both query sides are there, with a seed in common."""
-    both = [sides[name].sides.keys() for name in (order.better, order.worse) if name in sides]
-    return len(both) == 2 and bool(both[0] & both[1])
+    """Return whether both query sides exist, with a common seed."""
+    seed_sets = [sides[name].sides.keys() for name in (order.better, order.worse) if name in sides]
+    return len(seed_sets) == 2 and bool(seed_sets[0] & seed_sets[1])
 
 
 def _deepest(order: Order, sides: Mapping[str, Row]) -> Order:
-    """The order of the same methods with all layers, if both were trained so; else the order as it is."""
+    """Return the order of the same methods with all layers, if both were trained so; else the same order."""
     better, worse = (name.replace(SHORT["smollm"], SHORT[DEEP]) for name in (order.better, order.worse))
     deep = order._replace(better=better, worse=worse)
     return deep if _compared(deep, sides) else order
 
 
 def method_of(label: str) -> str:
-    """The method of a query side, without the model that each paper's orders have: `x`, or `x, 30 layers`."""
+    """Return the method of a query side, without the model's name: `x`, or `x, 30 layers`."""
     method, _, model = label.partition(", ")
     return ", ".join([method, *model.split(", ")[1:]])
 
 
 def p_value(row: Row, other: Row) -> float:
-    """Two-sided paired t-test over queries, of nDCG@10 averaged over the seeds of both; NaN without one."""
+    """Compute p of a two-sided paired t-test over queries, of nDCG@10 averaged over common seeds, or NaN."""
     mine, theirs = row.with_common_seeds(other)
     if not mine.sides:
         return math.nan
@@ -285,7 +287,7 @@ def untrained(found: Found) -> Rows:
 
 
 def metrics(found: Found) -> dict[str, float]:
-    """Return the share of significant orders that hold, and the least gain of training."""
+    """Return the share of significant orders that hold, and the smallest gain of training."""
     values: dict[str, float] = {}
     verdicts = [row["holds"] for row in orders(found)]
     significant = [verdict for verdict in verdicts if verdict != "not significant"]
@@ -299,31 +301,31 @@ def metrics(found: Found) -> dict[str, float]:
 
 
 def learned(results: Path) -> dict[str, float]:
-    """Return what benchmarks.decoders measured: recalls of a pool of answers, and hybrids of all layers."""
+    """Return the results of benchmarks.decoders: recalls on a pool of answers, and hybrids of all layers."""
     if not results.exists():
-        raise SystemExit(f"{results} is not there: run python -m benchmarks.decoders --json {results}")
-    found: dict[str, float] = json.loads(results.read_text(encoding="utf-8"))["metrics"]
-    return {name: found[name] for name in LEARNED if name in found}
+        raise SystemExit(f"{results} does not exist: run python -m benchmarks.decoders --json {results}")
+    decoder_metrics: dict[str, float] = json.loads(results.read_text(encoding="utf-8"))["metrics"]
+    return {name: decoder_metrics[name] for name in LEARNED if name in decoder_metrics}
 
 
 def first_token_overlap(dataset: str, *, run_dir: str) -> float:
-    """Share of test queries whose first term is in an answer, read as LightRetriever's sparse half does."""
+    """Compute the share of test queries with their first term in an answer (LightRetriever, sparse half)."""
     plain = unchanged(dataset, f"methods/{LIGHTRETRIEVER}")
     config = unchanged(dataset, f"methods/{LIGHTRETRIEVER}", [f"run_dir={run_dir}", *smollm.overrides(plain)])
-    built = pipeline.run(config, stages.select(config, until="prepare"), record=False)
-    test = load_test_set(built["dataset"])
-    table = built["dataset"].table("documents", ["doc_id", "title", "content"])
+    artifacts = pipeline.run(config, stages.select(config, until="prepare"), record=False)
+    test = load_test_set(artifacts["dataset"])
+    table = artifacts["dataset"].table("documents", ["doc_id", "title", "content"])
     texts = {row["doc_id"]: f"{row['title']} {row['content']}" for row in table.to_pylist()}
     prompt = tokens.build_prompt(config.train.document, role="document", tokenizer_json=None, sparse=True)
     query = prepare.sparse_query(config.train, prompt.tokenizer)
     assert query is not None
-    shared = []
+    overlaps = []
     for query_id, text in zip(test.query_ids, test.queries, strict=True):
         terms = query.tokens([text])[0]
         answers = [texts[doc] for doc, grade in test.qrels[query_id].items() if grade > 0]
-        read = {term for answer in answers for term in prompt.tokenizer.encode(answer).ids}
-        shared.append(bool(len(terms)) and int(terms[0]) in read)
-    return round(float(np.mean(shared)), 3)
+        answer_terms = {term for answer in answers for term in prompt.tokenizer.encode(answer).ids}
+        overlaps.append(bool(len(terms)) and int(terms[0]) in answer_terms)
+    return round(float(np.mean(overlaps)), 3)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
-"""Seconds, requests and memory of the offline stages as the corpus, its queries and its codes grow.
+"""Seconds, requests and memory of the offline stages by the sizes of corpus, queries and codes.
 
     python -m benchmarks.scale --json docs/results/scale.json
 
-Corpora are synthetic (benchmarks/scale_inputs.py): embeddings of 32 dimensions, as many impressions as
-documents, the same 2,000 training and 500 test queries at each size. Every stage runs in its own process, the
-driver, on a private Ray cluster; it is what `scalingnote` runs, with the settings below. The
-stages whose work is a product run again on small corpora, one after the other on one cluster: `collect` and
-`mine` with more training queries, `quantize` with more codes.
+Corpora are synthetic (benchmarks/scale_inputs.py): embeddings of 32 dimensions, one impression per document,
+the same 2,000 training and 500 test queries at each size. Every stage runs in a separate process, the driver,
+on a private Ray cluster, like `scalingnote` runs it, with the settings below. Stages with costs that depend
+on a product run again on small corpora, one after the other on one cluster: `collect` and `mine` with more
+training queries, `quantize` with more codes.
 
-- driver_rss_gb_max: resident memory of the largest driver, interpreter and libraries included
-- driver_rss_growth: the largest, over stages, of a driver at the largest size over one at the next
+- driver_rss_gb_max: resident memory of the largest driver, including interpreter and libraries
+- driver_rss_growth: the largest ratio, over stages, of the driver's memory at the two largest sizes
 - growth_exponent_max: the largest x of seconds ~ documents^x between the two largest sizes, over stages
-- plan_seconds_error_max: the largest share, over stages, by which what `scalingnote plan` computes from the
-  smaller sizes differs from the largest run; plan_requests_error_max and plan_driver_error_max alike
-- plan_over_run_queries, plan_over_run_codes: seconds that `scalingnote plan` computes of the run with most
-  queries (or codes) from runs with fewer, over those it took; of several stages the one farthest from 1
+- plan_seconds_error_max: the largest relative error, over stages, of `scalingnote plan` from the smaller
+  sizes for the largest run; plan_requests_error_max and plan_driver_error_max likewise
+- plan_over_run_queries, plan_over_run_codes: seconds of the run with most queries (or codes) by `scalingnote
+  plan` from runs with fewer, over the measured seconds; of several stages the ratio farthest from 1
 
-`--costs FILE` writes the costs of stages to the constants that the plan computes with,
-scalingnote/plan/constants.json.
-`--folder` keeps corpora, artifacts and finished measurements: a run that was killed continues.
+`--costs FILE` writes the costs of stages to the constants of the plan, scalingnote/plan/constants.json.
+`--folder` keeps corpora, artifacts and finished measurements: after a kill, a run continues.
 """
 
 import importlib
@@ -56,16 +55,16 @@ QUERIES = (2_000, 10_000, 40_000)
 CODES = (256, 1024, 4096)  # of each level
 LEVELS = 4
 DOCUMENTS_PER_SHARD = 2_500_000
-MADE_FROM_EMBEDDINGS = ("quantize", "mine")  # which are made before, and not measured
-# What the work of a stage grows with, besides the documents: a column of its runs.
+MADE_FROM_EMBEDDINGS = ("quantize", "mine")  # embeddings are made before, and not measured
+# The factor of a stage's work in addition to the documents: a column of its runs.
 AXES = {"collect (BM25)": "queries", "mine": "queries", "quantize": "codes"}
-PER_PASS = {"mine": QUERIES_PER_BATCH}  # queries for which a stage reads all documents once
+PER_PASS = {"mine": QUERIES_PER_BATCH}  # queries per pass over all documents
 READS_EMBEDDINGS = ("quantize", "index", "mine", "evaluate")  # the rows of other stages are texts
 Row = dict[str, Any]
 
 
 class Stage(NamedTuple):
-    """A job of the package, the artifacts that it reads and writes by their names in a folder, its config."""
+    """A job of the package, the names of the artifacts that it reads and writes in a folder, its config."""
 
     job: str
     reads: Mapping[str, str]
@@ -73,7 +72,7 @@ class Stage(NamedTuple):
     config: Config
 
     def run(self, folder: Path) -> Artifact:
-        """Run the job, which is imported here: a driver holds only what its own stage needs."""
+        """Run the job. It is imported here, so that a driver imports only the code of its stage."""
         job = importlib.import_module(f"scalingnote.{self.job}.job")
         parents = {name: f"{folder}/{artifact}" for name, artifact in self.reads.items()}
         made: Artifact = job.run(self.config, **parents, output=f"{folder}/{self.output}")
@@ -97,26 +96,31 @@ def main() -> None:
             shutil.rmtree(folder)
     show("Stages", rows)
     by_stage = [[row for row in rows if row["stage"] == stage] for stage in options.stages]
-    growth = [row for own in by_stage for row in grown(own)]
-    planned = [row for own in by_stage for row in predicted(own)]
+    growth = [row for stage_rows in by_stage for row in grown(stage_rows)]
+    plan_rows = [row for stage_rows in by_stage for row in predicted(stage_rows)]
     metrics: dict[str, float] = {"driver_rss_gb_max": max(row["driver GB"] for row in rows)}
     if growth:
         show("From the second largest corpus to the largest", growth)
         metrics["driver_rss_growth"] = max(row["driver growth"] for row in growth)
         metrics["growth_exponent_max"] = max(row["exponent"] for row in growth)
-    if planned:
-        show("What the smaller corpora predict of the largest", planned)
+    if plan_rows:
+        show("What the smaller corpora predict of the largest", plan_rows)
         for figure in ("seconds", "requests", "driver"):
-            metrics[f"plan_{figure}_error_max"] = max(row[f"{figure} error"] for row in planned)
-    compared = [over_run(axes, stage) for stage in AXES] if axes else []
-    if compared:
+            metrics[f"plan_{figure}_error_max"] = max(row[f"{figure} error"] for row in plan_rows)
+    axis_rows = [over_run(axes, stage) for stage in AXES] if axes else []
+    if axis_rows:
         show("More queries and more codes", axes)
-        show("What runs with fewer predict of the one with the most", compared)
-        for name in dict.fromkeys(row["axis"] for row in compared):
-            found = [row["plan over run"] for row in compared if row["axis"] == name]
-            metrics[f"plan_over_run_{name}"] = max(found, key=lambda ratio: abs(math.log(ratio)))
+        show("What runs with fewer predict of the one with the most", axis_rows)
+        for name in dict.fromkeys(row["axis"] for row in axis_rows):
+            ratios = [row["plan over run"] for row in axis_rows if row["axis"] == name]
+            metrics[f"plan_over_run_{name}"] = max(ratios, key=lambda ratio: abs(math.log(ratio)))
     show("Metrics", [metrics])
-    tables: dict[str, Any] = {"axes": axes, "growth": growth, "predicted": planned, "plan_over_run": compared}
+    tables: dict[str, Any] = {
+        "axes": axes,
+        "growth": growth,
+        "predicted": plan_rows,
+        "plan_over_run": axis_rows,
+    }
     write(options.json, metrics=metrics, stages=rows, **tables)
     if options.costs:
         constants = json.loads(options.costs.read_text(encoding="utf-8"))
@@ -125,7 +129,7 @@ def main() -> None:
 
 
 def measured(folder: Path, documents: int, stages: list[str]) -> list[Row]:
-    """A row for each stage on a corpus of this size; those measured before are taken from `folder`."""
+    """Return a row for each stage on a corpus of this size; reuse finished ones in `folder`."""
     counts = {"documents": documents, "queries": scale_inputs.TRAIN_QUERIES, "codes": LEVELS * CODES[0]}
     return [
         noted(folder / f"{name}.json", {"stage": name, **counts}, measure, name, folder, documents)
@@ -135,7 +139,7 @@ def measured(folder: Path, documents: int, stages: list[str]) -> list[Row]:
 
 
 def measure(name: str, folder: Path, documents: int) -> Row:
-    """Make the inputs of a stage, then run it in a process of its own, on a cluster of its own."""
+    """Make the inputs of a stage, then run it in a separate process, on a separate cluster."""
     scale_inputs.files(folder, documents)
     if name in MADE_FROM_EMBEDDINGS:
         run_isolated(_embeddings, folder, documents)
@@ -143,17 +147,18 @@ def measure(name: str, folder: Path, documents: int) -> Row:
 
 
 def noted(note: Path, of: Row, work: Callable[..., Row], *given: Any) -> Row:
-    """What a file has of a measurement, which is done now unless it was before; it begins with `of`."""
+    """Return a measurement from its file; if there is none, measure and write it. It begins with `of`."""
     if not note.exists():
         note.write_text(json.dumps(of | work(*given)), encoding="utf-8")
-    found: Row = json.loads(note.read_text(encoding="utf-8"))
-    return found
+    row: Row = json.loads(note.read_text(encoding="utf-8"))
+    return row
 
 
 def measured_axes(folder: Path) -> list[Row]:
-    """Rows of the stages of AXES, on one cluster, with all of AXIS_SIZES and of QUERIES or CODES.
+    """Measure the stages of AXES, on one cluster, with all of AXIS_SIZES and of QUERIES or CODES.
 
-    The largest count is run only at the largest size. What the stages read is made before and not measured.
+    The largest count runs only at the largest size. The inputs of the stages are made before and not
+    measured.
     """
     import ray
 
@@ -164,53 +169,55 @@ def measured_axes(folder: Path) -> list[Row]:
             least = {"documents": documents, "queries": QUERIES[0], "codes": LEVELS * CODES[0]}
             largest = documents == AXIS_SIZES[-1]
             for count in QUERIES if largest else QUERIES[:-1]:
-                own = folder / f"{documents}-{count}"
+                axis_folder = folder / f"{documents}-{count}"
                 for name in ("collect (BM25)", "mine"):
                     counts = least | {"queries": count}
-                    work = partial(on_axis, stages(own, documents)[name], own, counts)
-                    rows.append(noted(own / f"{name}.json", {"stage": name, **counts}, work))
-            own = folder / f"{documents}-{QUERIES[0]}"
+                    work = partial(on_axis, stages(axis_folder, documents)[name], axis_folder, counts)
+                    rows.append(noted(axis_folder / f"{name}.json", {"stage": name, **counts}, work))
+            axis_folder = folder / f"{documents}-{QUERIES[0]}"
             for count in CODES if largest else CODES[:-1]:
                 counts = least | {"codes": LEVELS * count}
-                stage = stages(own, documents)["quantize"]
+                stage = stages(axis_folder, documents)["quantize"]
                 config = stage.config.model_copy(update={"codes": count})
                 stage = stage._replace(config=config, output=f"semantic_ids-{count}")
-                work = partial(on_axis, stage, own, counts)
-                rows.append(noted(own / f"quantize-{count}.json", {"stage": "quantize", **counts}, work))
+                work = partial(on_axis, stage, axis_folder, counts)
+                rows.append(
+                    noted(axis_folder / f"quantize-{count}.json", {"stage": "quantize", **counts}, work)
+                )
     finally:
         ray.shutdown()
     return rows
 
 
 def on_axis(stage: Stage, folder: Path, counts: Row) -> Row:
-    """Make what a stage of AXES reads, unless it is there, then run it on the cluster of this process."""
+    """Make missing inputs of a stage of AXES, then run it on the cluster of this process."""
     documents = counts["documents"]
     scale_inputs.files(folder, documents, train_queries=counts["queries"])
     cluster.connect()
-    every = stages(folder, documents)
-    every["prepare (columns)"].run(folder)
-    every["planner"]._replace(reads={"dataset": "dataset"}).run(folder)
+    all_stages = stages(folder, documents)
+    all_stages["prepare (columns)"].run(folder)
+    all_stages["planner"]._replace(reads={"dataset": "dataset"}).run(folder)
     _embeddings(folder, documents)
     return timed(stage, folder, documents)
 
 
 def all_stage_costs(rows: Sequence[Row], axes: Sequence[Row]) -> dict[str, Row]:
-    """Costs of every measured stage, with six digits."""
+    """Return the costs of every measured stage, with six digits."""
     costs = {}
     for name in dict.fromkeys(row["stage"] for row in rows):
-        own, others = ([row for row in table if row["stage"] == name] for table in (rows, axes))
-        costs[name] = stage_costs(own, others)
+        stage_rows, others = ([row for row in table if row["stage"] == name] for table in (rows, axes))
+        costs[name] = stage_costs(stage_rows, others)
         for figure in STAGE_FIGURES:
             costs[name][figure] = [float(f"{value:.6g}") for value in costs[name][figure]]
     return costs
 
 
 def stage_costs(rows: Sequence[Row], others: Sequence[Row] = ()) -> Row:
-    """What a stage takes, as `scalingnote.plan.capacity.stage_figures` reads it.
+    """Return the costs of a stage, in the form of `scalingnote.plan.capacity.stage_figures`.
 
     A figure is [a, b, c, d] of a + b·documents·passes + c·units + d·documents·units, where units are queries
     or codes (AXES). a and b are the line through the two largest of `rows`; c and d are fitted to the runs
-    `others`, which differ in their units.
+    `others` with different units.
     """
     small, large = sorted(rows, key=lambda row: row["documents"])[-2:]
     stage = large["stage"]
@@ -234,9 +241,9 @@ def stage_costs(rows: Sequence[Row], others: Sequence[Row] = ()) -> Row:
 
 
 def _unit_costs(rows: Sequence[Row], name: str, figure: str) -> tuple[float, float]:
-    """What one more query, or code, adds to a figure: by itself, and for each document.
+    """Fit the increase of a figure per query, or code: without documents, and for each document.
 
-    Least squares of the relative error, from the runs' differences to the one of their size with the fewest.
+    Least squares of the relative error, from the runs' differences to the run of their size with the fewest.
     """
     first: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: row[name]):
@@ -253,27 +260,27 @@ def _unit_costs(rows: Sequence[Row], name: str, figure: str) -> tuple[float, flo
 
 
 def over_run(axes: list[Row], stage: str) -> Row:
-    """What runs with fewer queries, or codes, predict of the one with the most, and its seconds."""
+    """Predict the run with the most queries, or codes, from runs with fewer; return it with its seconds."""
     name = AXES[stage]
-    own = [row for row in axes if row["stage"] == stage]
-    *counts, most = sorted({row[name] for row in own})
-    (largest,) = (row for row in own if row[name] == most)
-    fewer = [row for row in own if row[name] < most]
+    stage_rows = [row for row in axes if row["stage"] == stage]
+    *counts, most = sorted({row[name] for row in stage_rows})
+    (largest,) = (row for row in stage_rows if row[name] == most)
+    fewer = [row for row in stage_rows if row[name] < most]
     costs = stage_costs([row for row in fewer if row[name] == counts[0]], fewer)
-    found = stage_figures(costs, documents=largest["documents"], units=most)
+    figures = stage_figures(costs, documents=largest["documents"], units=most)
     return {
         "stage": stage,
         "axis": name,
         "from": counts[-1],
         "to": most,
-        "seconds predicted": round(found["seconds"], 2),
+        "seconds predicted": round(figures["seconds"], 2),
         "seconds measured": largest["seconds"],
-        "plan over run": round(found["seconds"] / largest["seconds"], 3),
+        "plan over run": round(figures["seconds"] / largest["seconds"], 3),
     }
 
 
 def run(folder: Path, documents: int, stage: Stage) -> Row:
-    """Run one stage in this process, on a cluster of its own, and return its figures."""
+    """Run one stage in this process, on a separate cluster, and return its figures."""
     import ray
 
     configure()
@@ -302,7 +309,7 @@ def timed(stage: Stage, folder: Path, documents: int) -> Row:
 
 
 def grown(rows: list[Row]) -> list[Row]:
-    """How a stage's figures grew between the two largest corpora."""
+    """Compute the growth of a stage's figures between the two largest corpora."""
     if len(rows) < 2:
         return []
     small, large = sorted(rows, key=lambda row: row["documents"])[-2:]
@@ -318,30 +325,30 @@ def grown(rows: list[Row]) -> list[Row]:
 
 
 def predicted(rows: list[Row]) -> list[Row]:
-    """What a stage's smaller corpora predict of the largest, and what was measured."""
+    """Predict the figures of a stage's largest corpus from smaller ones; compare with the measured ones."""
     if len(rows) < 3:
         return []
     *smaller, largest = sorted(rows, key=lambda row: row["documents"])
-    found = stage_figures(stage_costs(smaller), documents=largest["documents"])
+    figures = stage_figures(stage_costs(smaller), documents=largest["documents"])
     row: Row = {"stage": largest["stage"]}
     for figure, name in (("seconds", "seconds"), ("requests", "requests"), ("driver GB", "driver")):
         row |= {
-            f"{name} predicted": round(found[figure], 3),
+            f"{name} predicted": round(figures[figure], 3),
             f"{name} measured": largest[figure],
-            f"{name} error": round(abs(found[figure] / largest[figure] - 1), 3),
+            f"{name} error": round(abs(figures[figure] / largest[figure] - 1), 3),
         }
     return [row]
 
 
 def _embeddings(folder: Path, documents: int) -> Artifact:
-    """Embeddings and the table that they were made of, in place of the stages that were not run."""
+    """Make embeddings and their table of words, in place of the stages that do not run."""
     towers = scale_inputs.towers(folder, documents)
     dataset = open_artifact(f"{folder}/dataset", kind="dataset")
     return scale_inputs.embeddings(folder, dataset, towers, documents)
 
 
 def stages(folder: Path, documents: int) -> dict[str, Stage]:
-    """Every stage by its name, for the corpus of a folder."""
+    """Return every stage by its name, for the corpus of a folder."""
     files = ("documents", "queries", "qrels", "impressions")
     tables = {name: TableFile(path=f"{folder}/{name}/*.parquet") for name in files}
     log = {"documents": tables["documents"], "impressions": tables.pop("impressions")}

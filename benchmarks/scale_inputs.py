@@ -1,8 +1,8 @@
-"""Synthetic corpora of any size, made part by part: what benchmarks/scale.py gives to the stages.
+"""Synthetic corpora of any size, made part by part: the inputs of the stages in benchmarks/scale.py.
 
-A part is drawn only from its number, so no process holds a corpus. A document is 16 words of a Zipf
-vocabulary; its embedding is the sum of its words' vectors, each weighted by how rare the word is; a query is
-three words of one document. So the query tower is a table with a row per word, as real ones are.
+A part depends only on its number, so no process holds a corpus. A document is 16 words of a Zipf vocabulary;
+its embedding is the sum of its words' vectors, which are longer for rarer words; a query is three words of
+one document. So the query tower is a table with a row per word, like real ones.
 
     files of documents, queries, judgements ─► prepare (columns)
     files of documents and an impression log ─► prepare (logs)
@@ -42,15 +42,15 @@ TRAIN_DAYS = 30
 
 
 class Synthetic(Config):
-    """Stands in for the config of the stages that would have built these artifacts."""
+    """Config in place of those of the stages that usually build these artifacts."""
 
     documents: int
 
 
 def files(folder: Path, documents: int, *, train_queries: int = TRAIN_QUERIES) -> None:
-    """Write the files that the prepare stage reads; parts that are there already stay.
+    """Write the files that the prepare stage reads; existing parts stay.
 
-    There are at most as many `train_queries` as documents.
+    `train_queries` must not exceed the number of documents.
     """
     for name in ("documents", "queries", "qrels", "impressions"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def files(folder: Path, documents: int, *, train_queries: int = TRAIN_QUERIES) -
 
 
 def towers(folder: Path, documents: int) -> Artifact:
-    """The `dual_encoder` artifact: a lookup table as the query tower."""
+    """Write the `dual_encoder` artifact: a lookup table as the query tower."""
     import torch  # late: the parts' processes do not need it
 
     from scalingnote.models import lookup
@@ -73,13 +73,13 @@ def towers(folder: Path, documents: int) -> Artifact:
     tokenizer = Tokenizer(models.WordLevel(words | {"[UNK]": VOCABULARY}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     table = np.concatenate([word_vectors(), np.zeros((1, DIM), np.float32)])
-    made = lookup.LookupTower(torch.from_numpy(table), tokenizer, max_length=16, storage="float32")
-    made.save(Path(draft.path("query")))
+    tower = lookup.LookupTower(torch.from_numpy(table), tokenizer, max_length=16, storage="float32")
+    tower.save(Path(draft.path("query")))
     return draft.commit(counts={"tokens": len(table)})
 
 
 def embeddings(folder: Path, dataset: Artifact, dual_encoder: Artifact, documents: int) -> Artifact:
-    """The `embeddings` artifact of a prepared corpus, whose parts hold the documents in their order."""
+    """Write the `embeddings` artifact of a prepared corpus, with its documents in their order."""
     parents = {"dataset": dataset, "dual_encoder": dual_encoder}
     draft = Draft(
         f"{folder}/embeddings", kind="embeddings", config=Synthetic(documents=documents), parents=parents
@@ -93,19 +93,19 @@ def embeddings(folder: Path, dataset: Artifact, dual_encoder: Artifact, document
 
 
 def parts(documents: int) -> range:
-    """Numbers of the parts of a corpus."""
+    """Return the numbers of the parts of a corpus."""
     return range(-(-documents // DOCUMENTS_PER_PART))
 
 
 def in_processes(work: Callable[[int], Any], items: Iterable[int]) -> list[Any]:
-    """Results of `work` for each item, from a process per core."""
+    """Return the results of `work` for each item, from a process per core."""
     with ProcessPoolExecutor(cpu_count(), mp_context=get_context("spawn")) as pool:
         return list(pool.map(work, items))
 
 
 @cache
 def word_vectors() -> Float[ndarray, "words dim"]:
-    """A vector for every word, longer for rarer ones."""
+    """Return a vector for every word, longer for rarer ones."""
     rng = np.random.default_rng(0)
     rarity = np.log(1 / word_shares()).astype(np.float32)
     spectrum = np.arange(1, DIM + 1, dtype=np.float32) ** -0.5
@@ -115,18 +115,18 @@ def word_vectors() -> Float[ndarray, "words dim"]:
 
 @cache
 def word_shares() -> Float[ndarray, " words"]:
-    """How often each word is drawn: Zipf's law, without its first ten words."""
+    """Return the probability of each word: Zipf's law, without its first ten words."""
     share = 1 / np.arange(10, 10 + VOCABULARY)
     shares: ndarray = share / share.sum()
     return shares
 
 
 def words_of_part(number: int, documents: int) -> Int[ndarray, "documents words"]:
-    """The words of each document of a part."""
+    """Draw the words of each document of a part."""
     size = min(DOCUMENTS_PER_PART, documents - number * DOCUMENTS_PER_PART)
-    drawn = np.random.default_rng([0, number]).random((size, TITLE_WORDS + CONTENT_WORDS))
-    found: ndarray = np.searchsorted(word_shares().cumsum()[:-1], drawn)
-    return found
+    uniform = np.random.default_rng([0, number]).random((size, TITLE_WORDS + CONTENT_WORDS))
+    words: ndarray = np.searchsorted(word_shares().cumsum()[:-1], uniform)
+    return words
 
 
 def _embedded_part(number: int, *, uri: str, documents: int) -> tuple[str, Any]:
@@ -137,7 +137,7 @@ def _embedded_part(number: int, *, uri: str, documents: int) -> tuple[str, Any]:
 
 
 def _part_files(number: int, *, folder: Path, documents: int, train_queries: int) -> None:
-    """The files of one part; the log is written last."""
+    """Write the files of one part; the log is written last."""
     last = folder / "impressions" / f"{number:05d}.parquet"
     if last.exists():
         return
@@ -169,7 +169,7 @@ def _part_files(number: int, *, folder: Path, documents: int, train_queries: int
 def _impressions(
     number: int, words: ndarray, doc_ids: pa.Array, test: tuple[ndarray, pa.Array], rng: np.random.Generator
 ) -> pa.Table:
-    """A log with an impression a document and two sessions a query, and then the sessions of test queries."""
+    """Draw a log with an impression per document, two sessions per query, and then those of test queries."""
     size = len(words)
     sessions = size // IMPRESSIONS_PER_SESSION
     rows, queries = _questions(words, max(sessions // 2, 1), rng)
@@ -182,16 +182,16 @@ def _impressions(
             TRAIN_START_S + TRAIN_DAYS * DAY_S + rng.integers(DAY_S, size=len(test[0])),
         ]
     )
-    shown = rng.integers(size, size=(len(clicked), IMPRESSIONS_PER_SESSION))
+    shown_rows = rng.integers(size, size=(len(clicked), IMPRESSIONS_PER_SESSION))
     place = rng.integers(IMPRESSIONS_PER_SESSION, size=len(clicked))
-    shown[np.arange(len(clicked)), place] = clicked
+    shown_rows[np.arange(len(clicked)), place] = clicked
     session = np.repeat(np.arange(len(clicked)), IMPRESSIONS_PER_SESSION)
     position = np.tile(np.arange(IMPRESSIONS_PER_SESSION), len(clicked))
     return pa.table(
         {
             "session_id": pc.binary_join_element_wise(f"s{number}", pa.array(session).cast(pa.string()), "-"),
             "query": text.take(pa.array(session)),
-            "doc_id": doc_ids.take(pa.array(shown.reshape(-1))),
+            "doc_id": doc_ids.take(pa.array(shown_rows.reshape(-1))),
             "position": pa.array(position + 1, pa.int32()),
             "clicked": pa.array(position == place[session]),
             "timestamp": pa.array(start[session]),
@@ -200,14 +200,14 @@ def _impressions(
 
 
 def _questions(words: ndarray, count: int, rng: np.random.Generator) -> tuple[ndarray, pa.Array]:
-    """Documents, each drawn once, and three words of each as a query."""
+    """Draw documents, each once, and three words of each as a query."""
     rows = np.sort(rng.permutation(len(words))[:count])
     chosen = rng.permuted(words[rows], axis=1)[:, :QUERY_WORDS]
     return rows, _texts(chosen)
 
 
 def _texts(words: Int[ndarray, "rows words"]) -> pa.Array:
-    """Rows of words as texts."""
+    """Join rows of words to texts."""
     vocabulary = pa.array([f"w{number}" for number in range(VOCABULARY)])
     offsets = np.arange(0, words.size + 1, words.shape[1], dtype=np.int32)
     return pc.binary_join(
@@ -221,5 +221,5 @@ def _doc_ids(number: int, size: int) -> pa.Array:
 
 
 def _share(total: int, number: int, of: int) -> int:
-    """Of `total` things, those of one of `of` parts."""
+    """Return the share of one of `of` parts in `total` items."""
     return total * (number + 1) // of - total * number // of

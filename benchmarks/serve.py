@@ -1,15 +1,16 @@
-"""Requests a second and latency of `/search`, of a service that does nothing, and of one written by hand.
+"""Requests a second and latency of `/search`, of a service that does nothing, and of a hand-written one.
 
     python -m benchmarks.serve --json docs/results/serve.json
 
 Every server answers the same queries, k = 10, over loopback, on a machine that it shares with the load
-generator (benchmarks/load.py). Ours and its peers (benchmarks/serve_peers.py) run side by side and are loaded
-in turns of half a second, the others idle: what else the machine does falls on all of them. A ratio is the
-median over turns. The service that does nothing is an application of the very Serve that runs ours. Ours are:
+generator (benchmarks/load.py). Ours and its peers (benchmarks/serve_peers.py) run at the same time and get
+load in turns of half a second while the others are idle, so that other work of the machine affects all of
+them. A ratio is the median over turns. The service that does nothing is an application of the same Serve.
+Ours are:
 
     lookup x 1, x 4     a lookup tower, an index of 1 or 4 shards, both in the gateway
     int8 x 1, x 4       a transformer of two layers with 8-bit products, in the gateway
-    replicas            lookup, 4 shards: the encoder and two groups of shards in replicas of their own
+    replicas            lookup, 4 shards: the encoder and two groups of shards in separate replicas
 
 Those on Ray Serve run with HAProxy.
 """
@@ -39,7 +40,7 @@ Turns = dict[str, dict[int, list[load.Load]]]  # by server and number of connect
 
 
 def servers(inputs: Inputs) -> dict[str, list[str]]:
-    """What starts each of ours, with the application that does nothing, by its name."""
+    """Return the command of each of our servers, with the application that does nothing, by its name."""
 
     def command(index: Artifact, tower: Artifact, replicas: int, **knobs: Any) -> list[str]:
         deployments = {part: {"num_replicas": replicas} for part in ("encoder", "searcher")}
@@ -64,7 +65,7 @@ def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[st
     try:
         url = next((line.split()[0] for line in process.stdout if line.startswith("http://")), None)
         if url is None:
-            raise SystemExit(f"`{' '.join(command)}` ended before it served: see above")
+            raise SystemExit(f"`{' '.join(command)}` ended before it printed a URL: see above")
         while not _listens(int(url.rpartition(":")[2])):
             time.sleep(0.1)
         yield url
@@ -83,18 +84,20 @@ def _listens(port: int) -> bool:
 def in_turns(
     urls: Mapping[str, str], bodies: list[bytes], *, concurrency: Sequence[int], turns: int
 ) -> Turns:
-    """Loads of several servers, one after the other and again, after a warm-up."""
+    """Load several servers in turns, after a warm-up."""
     for url in urls.values():
         load.run(url, bodies, connections=8, seconds=2)
-    found: Turns = {name: {number: [] for number in concurrency} for name in urls}
+    loads_by_server: Turns = {name: {number: [] for number in concurrency} for name in urls}
     for number in concurrency:
         for turn in range(turns):
-            # Back and forth: none is always the one that follows the heaviest.
+            # Alternate the order, so that no server always follows the heaviest.
             for name, url in list(urls.items())[:: 1 if turn % 2 == 0 else -1]:
-                found[name][number].append(load.run(url, bodies, connections=number, seconds=TURN_S))
-        rates = ", ".join(f"{name} {_rate(loads[number]):,.0f}/s" for name, loads in found.items())
+                loads_by_server[name][number].append(
+                    load.run(url, bodies, connections=number, seconds=TURN_S)
+                )
+        rates = ", ".join(f"{name} {_rate(loads[number]):,.0f}/s" for name, loads in loads_by_server.items())
         print(f"{number} connections: {rates}", flush=True)
-    return found
+    return loads_by_server
 
 
 def main() -> None:
@@ -109,7 +112,7 @@ def main() -> None:
     del inputs.texts[:]  # the servers have them
     args = json.dumps({"port": HANDWRITTEN_PORT, "folder": str(options.folder)})
     by_hand = ["-m", "benchmarks.serve_peers", "handwritten", args]
-    found: dict[str, Turns] = {}
+    turns_by_server: dict[str, Turns] = {}
     with running(by_hand, HAPROXY) as handwritten:
         for name, command in servers(inputs).items():
             with running(command, HAPROXY) as ours:
@@ -119,14 +122,20 @@ def main() -> None:
                     name: f"{ours}/search",
                 }
                 print(name, flush=True)
-                found[name] = in_turns(urls, bodies, concurrency=options.concurrency, turns=options.turns)
+                turns_by_server[name] = in_turns(
+                    urls, bodies, concurrency=options.concurrency, turns=options.turns
+                )
     rows = [
-        _row(name, number, [one for turns in found.values() for one in turns.get(name, {}).get(number, ())])
-        for name in ("noop", "handwritten", *found)
+        _row(
+            name,
+            number,
+            [one for turns in turns_by_server.values() for one in turns.get(name, {}).get(number, ())],
+        )
+        for name in ("noop", "handwritten", *turns_by_server)
         for number in options.concurrency
     ]
     report.show(f"{options.documents:,} documents, k = 10", rows)
-    report.write(options.json, metrics=metrics(found), table=rows)
+    report.write(options.json, metrics=metrics(turns_by_server), table=rows)
 
 
 def _rate(loads: Sequence[load.Load]) -> float:
@@ -146,8 +155,8 @@ def _row(name: str, connections: int, loads: Sequence[load.Load]) -> dict[str, A
 
 
 def metrics(found: Mapping[str, Turns]) -> dict[str, float]:
-    """Requests a second of ours over those of a peer, turn by turn."""
-    wanted = {
+    """Return requests a second of ours over those of a peer: the median over turns."""
+    compared = {
         "rps_over_noop_c16_lookup": ("lookup x 1", "noop", 16),
         "rps_over_noop_c64_lookup": ("lookup x 1", "noop", 64),
         "rps_over_noop_c16_lookup_4_shards": ("lookup x 4", "noop", 16),
@@ -157,7 +166,7 @@ def metrics(found: Mapping[str, Turns]) -> dict[str, float]:
         "rps_over_handwritten_c16_lookup": ("lookup x 1", "handwritten", 16),
     }
     ratios = {}
-    for metric, (name, peer, number) in wanted.items():
+    for metric, (name, peer, number) in compared.items():
         if name in found and number in found[name][name]:
             pairs = zip(found[name][name][number], found[name][peer][number], strict=True)
             ratios[metric] = round(statistics.median(ours.rate / theirs.rate for ours, theirs in pairs), 3)

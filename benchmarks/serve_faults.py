@@ -1,28 +1,28 @@
-"""A service under constant load while its parts are killed, its index is swapped, its documents change.
+"""A service under constant load during kills of its parts, swaps of its index, changes of its documents.
 
     python -m benchmarks.serve_faults --run runs/quickstart --json docs/results/serve_faults.json
 
-Services of a finished run, one after the other, on two nodes, every part of each in replicas of its own:
+Services of a finished run, one after the other, on two nodes, every part of each in separate replicas:
 
-    swap     clients search three groups of shards below two aggregators, a teacher has the uncertain queries;
-             another version of the index is activated, again and again; searcher, aggregator, encoder,
-             teacher and gateway replicas are killed (kill -9), and a gateway starts while documents of a
-             shard are gone. Each answer must be what the version and the tower that it names give in process,
-             of all groups but those that it says are missing.
-    migrate  the run's documents are encoded by another model (`--to`) and both pairs compared while clients
-             search, and write and delete documents; then the service changes to the new pair and back, again
-             and again; searchers, encoders, the writer, gateways and a node are killed. Each answer must be
-             what the pair that it names gives, and in the end every document as under `write`, in both.
+    swap     clients search three groups of shards below two aggregators, a teacher encodes uncertain queries;
+             another version of the index is activated repeatedly; searcher, aggregator, encoder, teacher and
+             gateway replicas are killed (kill -9), and a gateway starts without the documents of a shard.
+             Each answer must equal that of its version and tower in process, from all groups except those
+             that it states as missing.
+    migrate  another model (`--to`) encodes the run's documents and both pairs are compared while clients
+             search, and write and delete documents; then the service changes to the new pair and back,
+             repeatedly; searchers, encoders, the writer, gateways and a node are killed. Each answer must
+             equal that of its pair, and at the end every document must be as under `write`, in both pairs.
     write    clients search; documents are written and deleted; writer, searcher, gateway and a node are
-             killed. In the end every document must be as its last acknowledged write left it (or a later one
-             that was sent and not acknowledged), and no answer may have a document twice.
-    delta    the same with a delta beside the index, which is folded and rolled back meanwhile.
-    read     clients search; the file of the service is deployed with other limits, again and again, which
-             must restart no replica; searchers and encoders are killed while they have calls. No request may
-             fail, and no answer lack a shard.
+             killed. At the end every document must be in the state of its last acknowledged write (or of a
+             later one that was sent and not acknowledged), and no answer may have a document twice.
+    delta    the same with a delta of the index, which is folded and rolled back meanwhile.
+    read     clients search; the file of the service is deployed repeatedly with other limits, which must
+             restart no replica; searchers and encoders are killed during calls. No request may fail, and no
+             answer may lack a shard.
 
-Nothing is killed before everything that was killed is back: of what answers searches there are two, of the
-writer one. Errors are counted by status; those that docs/guides/operations.md does not name are failures.
+A kill waits until all killed parts run again: there are two of each part that answers searches, and one
+writer. Errors are counted by status; those that docs/guides/operations.md does not name are failures.
 """
 
 import json
@@ -62,18 +62,18 @@ from scalingnote.storage.artifact import Artifact
 # 408, 500: a replica died with the request; 502, 503: no replica took it; 0: the connection broke.
 DOCUMENTED = {0, 200, 404, 408, 500, 502, 503, 504}
 TWO_OF_EACH = {"deployments": {part: {"num_replicas": 2} for part in ("gateway", "encoder", "searcher")}}
-GROUPS, GROUPS_PER_AGGREGATOR = 3, 2  # of the index that is swapped, a shard each
-DOCUMENTS = "documents"  # the fault that is more than a kill of a replica
+GROUPS, GROUPS_PER_AGGREGATOR = 3, 2  # of the swapped index, with one shard each
+DOCUMENTS = "documents"  # the fault that also removes files
 STEPS_PER_VERSION = 20  # writes between two changes of the version of an index with a delta
 SERVICES = ("swap", "migrate", "write", "delta", "read")
 BATCH_DOCUMENTS = 25  # of a write
-WRITTEN = "fault-"  # begins the ids of written documents
+WRITTEN = "fault-"  # prefix of the ids of written documents
 K = 10
-Expected = dict[str, list[dict[str, float]]]  # query -> what each shard finds: document -> score
+Expected = dict[str, list[dict[str, float]]]  # query -> results of each shard: document -> score
 
 
 def swap(machine: Cluster, run_dir: str, *, swaps: int, kills: int) -> dict[str, Any]:
-    """The index is swapped and replicas are killed under load."""
+    """Swap the index and kill replicas under load."""
     config = pipeline.load_run(run_dir)
     queries, towers = _queries(config), _towers(config)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,12 +104,12 @@ def swap(machine: Cluster, run_dir: str, *, swaps: int, kills: int) -> dict[str,
             control.settle(shards=GROUPS)
             faults = ["Aggregator", DOCUMENTS, "IndexSearcher", "QueryEncoder", "Gateway"]
             faults += ["QueryTeacher"] * (True in towers)
-            done, parts = 0, cycle(faults)
+            activations, parts = 0, cycle(faults)
             machine.kills.clear()
             with searches(url, tally, partial(_drawn, queries), shards=GROUPS, threads=4, is_right=is_right):
-                while done < swaps or machine.kills.total() < kills:
-                    uri = indexes[(done + 1) % 2].uri
-                    done += control("POST", "/admin/index/activate", {"uri": uri})[0] == 200
+                while activations < swaps or machine.kills.total() < kills:
+                    uri = indexes[(activations + 1) % 2].uri
+                    activations += control("POST", "/admin/index/activate", {"uri": uri})[0] == 200
                     if machine.kills.total() < kills and machine.whole():
                         part = next(parts)
                         if part == DOCUMENTS:
@@ -119,24 +119,24 @@ def swap(machine: Cluster, run_dir: str, *, swaps: int, kills: int) -> dict[str,
                     time.sleep(0.5)
                 control.settle(shards=GROUPS)
                 status, _ = control("POST", "/admin/index/roll_back")
-            return _row("swap", tally, machine.kills, swaps=done) | {"rolled back": status == 200}
+            return _row("swap", tally, machine.kills, swaps=activations) | {"rolled back": status == 200}
 
 
 def migrate(machine: Cluster, run_dir: str, *, to: str, changes: int, kills: int) -> dict[str, Any]:
-    """Another model is built beside the served one, and the service changes between both, under load."""
-    own = pipeline.load_run(run_dir)
+    """Build another model next to the served one, and change the service between both, under load."""
+    original = pipeline.load_run(run_dir)
     with tempfile.TemporaryDirectory() as folder:
         live = LiveServe(folder=f"{folder}/live", delta=True, keep_documents=True, compact_at=0.5)
-        pipeline.make_current(own.model_copy(update={"serve": ServeConfig(live=live)}))
+        pipeline.make_current(original.model_copy(update={"serve": ServeConfig(live=live)}))
         try:
             return _migrate(machine, run_dir, to=to, changes=changes, kills=kills)
         finally:
-            pipeline.make_current(own)
+            pipeline.make_current(original)
 
 
 def _migrate(machine: Cluster, run_dir: str, *, to: str, changes: int, kills: int) -> dict[str, Any]:
     before = pipeline.load_run(run_dir)
-    queries, expected = _queries(before), dict[str, Expected]()  # by pair, as versions name it
+    queries, expected = _queries(before), dict[str, Expected]()  # by pair, in the name of versions
     layout = open_layout(pipeline.locate(before, "index"))
 
     def expect(config: RunConfig, pair: str) -> None:
@@ -158,34 +158,34 @@ def _migrate(machine: Cluster, run_dir: str, *, to: str, changes: int, kills: in
         draw = partial(_drawn, queries, dense_weight=1.0) if layout.sparse else partial(_drawn, queries)
         load = searches(url, tally, draw, shards=layout.shards, threads=2, is_right=is_right)
         with load, documents.changing(url, tally):
-            # As a user does it, on a Ray of its own.
+            # Like a user, on a separate Ray cluster.
             command = [sys.executable, "-m", "scalingnote.cli.main", "migrate", "--run", run_dir, "--to", to]
-            alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-            subprocess.run(command, check=True, env=alone)
+            variables = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+            subprocess.run(command, check=True, env=variables)
             while_building = tally.statuses.total()
-            found = migrations.read(run_dir)
-            mark = pipeline.locate(found.after, "index").digest[:MARK_CHARACTERS]
-            expect(found.after, mark)
+            state = migrations.read(run_dir)
+            mark = pipeline.locate(state.after, "index").digest[:MARK_CHARACTERS]
+            expect(state.after, mark)
             parts = cycle(("IndexSearcher", "Writer", NODE, "QueryEncoder", "Gateway", "DocumentEncoder"))
-            done = 0
-            while done < changes or done % 2 or machine.kills.total() < kills:
+            switches = 0
+            while switches < changes or switches % 2 or machine.kills.total() < kills:
                 if machine.kills.total() < kills and machine.whole():
                     machine.kill(next(parts), wait_s=random.random())
-                with suppress(ConfigError):  # what was written before is not all encoded by the new model yet
-                    (cut_over.roll_back if done % 2 else cut_over.cut_over)(run_dir, ServeConfig())
-                    done += 1
+                with suppress(ConfigError):  # the new model has not encoded all earlier writes yet
+                    (cut_over.roll_back if switches % 2 else cut_over.cut_over)(run_dir, ServeConfig())
+                    switches += 1
                 time.sleep(2)  # gateways read the catalog twice a second, and open the other pair
             control.settle(shards=layout.shards)
         lost = documents.lost(control)
         cut_over.cut_over(run_dir, ServeConfig())
         time.sleep(5)
         lost += documents.lost(control)
-        changed = {"swaps": done + 1, "writes": documents.written, "lost": lost}
-        return _row("migrate", tally, machine.kills, **changed) | {"while building": while_building}
+        counts = {"swaps": switches + 1, "writes": documents.written, "lost": lost}
+        return _row("migrate", tally, machine.kills, **counts) | {"while building": while_building}
 
 
 def _lose_documents(machine: Cluster, indexes: Sequence[Artifact], tally: Tally) -> None:
-    """Have a gateway start while it cannot read the documents of a shard, until an answer says so."""
+    """Start a gateway that cannot read the documents of a shard, and wait until an answer reports it."""
     files = [f"{index.uri}/{documents_file(0)}" for index in indexes]
     before, deadline = tally.degraded["documents_unreadable"], time.monotonic() + 120
     for file in files:
@@ -203,7 +203,7 @@ def _lose_documents(machine: Cluster, indexes: Sequence[Artifact], tally: Tally)
 
 
 class Documents:
-    """Documents that are written and deleted over and over, and what each of them may be."""
+    """Documents that are written and deleted repeatedly, and their allowed states."""
 
     def __init__(self, number: int) -> None:
         self._ids, self._rng, self._steps = (
@@ -211,12 +211,12 @@ class Documents:
             random.Random(0),
             count(),
         )
-        # The title of the last acknowledged write, and of those after it; None: it is not there.
+        # The titles of the last acknowledged write and of later ones; None: the document does not exist.
         self._allowed: dict[str, list[str | None]] = defaultdict(lambda: [None])
         self.written = 0  # and acknowledged
 
     def change(self, client: Client) -> int:
-        """Write some documents, or every fourth time delete them; the status."""
+        """Write some documents, or every fourth time delete them; return the status."""
         step, ids = next(self._steps), self._rng.sample(self._ids, BATCH_DOCUMENTS)
         title = None if step % 4 == 3 else f"version {step} of a document"
         status = _send(client, ids, title)
@@ -227,7 +227,7 @@ class Documents:
 
     @contextmanager
     def changing(self, url: str, tally: Tally) -> Iterator[None]:
-        """Change them from a thread, a few times a second."""
+        """Change documents from a thread, a few times a second."""
         stop = threading.Event()
 
         def change() -> None:
@@ -235,24 +235,24 @@ class Documents:
             while not stop.wait(0.2):
                 tally.statuses[self.change(client)] += 1
 
-        running = threading.Thread(target=change)
-        running.start()
+        thread = threading.Thread(target=change)
+        thread.start()
         try:
             yield
         finally:
             stop.set()
-            running.join()
+            thread.join()
 
     def lost(self, client: Client) -> int:
-        """The number of documents that are not what they may be."""
-        time.sleep(2)  # followers look every tenth of a second
+        """Return the number of documents in a state that is not allowed."""
+        time.sleep(2)  # followers refresh every tenth of a second
         return sum(_title(client, doc_id) not in titles for doc_id, titles in self._allowed.items())
 
 
 def write(
     machine: Cluster, run_dir: str, *, operations: int, kills: int, delta: bool = False
 ) -> dict[str, Any]:
-    """Documents change and replicas are killed under load."""
+    """Change documents and kill replicas under load."""
     config = pipeline.load_run(run_dir)
     rng, shards = random.Random(0), open_layout(pipeline.locate(config, "index")).shards
     with tempfile.TemporaryDirectory() as folder:
@@ -270,28 +270,26 @@ def write(
                 for step in count(1):
                     if documents.written >= operations and machine.kills.total() >= kills:
                         break
-                    killing = None
+                    killer = None
                     if machine.kills.total() < kills and machine.whole():
-                        killing = threading.Thread(
-                            target=machine.kill, args=(next(parts), rng.random() * 0.2)
-                        )
-                        killing.start()
+                        killer = threading.Thread(target=machine.kill, args=(next(parts), rng.random() * 0.2))
+                        killer.start()
                     if delta and step % STEPS_PER_VERSION == 0:
                         change = "roll_back" if versions % 2 else "compact"
                         status, _ = control("POST", f"/admin/index/{change}")
                         versions += status == 200
                     else:
                         status = documents.change(control)
-                    if killing is not None:
-                        killing.join()
+                    if killer is not None:
+                        killer.join()
                     tally.statuses[status] += 1
                 control.settle(shards=shards)
-            changed = {"swaps": versions, "writes": documents.written, "lost": documents.lost(control)}
-            return _row("delta" if delta else "write", tally, machine.kills, **changed)
+            counts = {"swaps": versions, "writes": documents.written, "lost": documents.lost(control)}
+            return _row("delta" if delta else "write", tally, machine.kills, **counts)
 
 
 def read(machine: Cluster, run_dir: str, *, changes: int, kills: int) -> dict[str, Any]:
-    """Limits change, then searchers and encoders are killed, under load."""
+    """Change limits, then kill searchers and encoders, under load."""
     config = pipeline.load_run(run_dir)
     shards, draw = open_layout(pipeline.locate(config, "index")).shards, partial(_drawn, _queries(config))
     with machine.deployed({"deadline_s": 10, **TWO_OF_EACH}, run_dir=run_dir) as (url, deploy):
@@ -320,7 +318,7 @@ def read(machine: Cluster, run_dir: str, *, changes: int, kills: int) -> dict[st
 
 
 def _until_all_gateways_have(client: Client, most: int) -> None:
-    """Wait until several calls, which go to either gateway, say that they give so many results."""
+    """Wait until several calls, which go to either gateway, return this limit of results."""
     for _ in range(600):
         answers = [client("GET", "/info") for _ in range(8)]
         if all(status == 200 and info["max_k"] == most for status, info in answers):
@@ -335,7 +333,7 @@ def _send(client: Client, ids: Sequence[str], title: str | None) -> int:
     documents = [{"doc_id": i, "title": title, "topic": "faults", "content": f"{title}, {i}"} for i in ids]
     status, answer = client("POST", "/documents", {"documents": documents})
     if status == 200 and answer["written"] != len(ids):
-        raise SystemExit(f"documents were set aside: {answer['rejected'][:1]}")
+        raise SystemExit(f"documents were rejected: {answer['rejected'][:1]}")
     return status
 
 
@@ -358,7 +356,7 @@ def _drawn(queries: Sequence[str], **options: Any) -> dict[str, Any]:
 
 
 def _towers(config: RunConfig) -> dict[bool, Artifact]:
-    """The query tower, and under True the teacher that its uncertain queries escalate to, if it has one."""
+    """Return the query tower and, under True, the teacher for its uncertain queries if there is one."""
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
     with suppress(ConfigError):
         return {False: tower, True: pipeline.teacher(config)}
@@ -366,7 +364,7 @@ def _towers(config: RunConfig) -> dict[bool, Artifact]:
 
 
 def _index(config: RunConfig, uri: str, *, fewer: int) -> Artifact:
-    """The run's documents in GROUPS shards; with fewer lists, some queries have other neighbours."""
+    """Index the run's documents in GROUPS shards; with fewer lists, some queries have other neighbours."""
     parents = {kind: pipeline.locate(config, kind).uri for kind in ("dataset", "embeddings", "semantic_ids")}
     nlist = Searcher.open(pipeline.locate(config, "index").uri).layout.nlist
     changes = {"nprobe": 1, "nlist": nlist - fewer, "shards": GROUPS}
@@ -376,9 +374,9 @@ def _index(config: RunConfig, uri: str, *, fewer: int) -> Artifact:
 def _expected(
     index: Artifact, tower: Artifact, queries: Sequence[str], *, terms: Artifact | None = None
 ) -> Expected:
-    """For each query, what each shard of a version finds: documents and the scores of their embeddings.
+    """Search each shard of a version: return documents and the scores of their embeddings for each query.
 
-    With terms they are among the candidates, and weigh nothing.
+    Terms add candidates, with weight 0.
     """
     path = QueryPath(
         QueryEncoder(tower.directory("query")),
@@ -387,28 +385,29 @@ def _expected(
     joining = Joining(dense_weight=None if terms is None else 1.0)
     shards = range(open_layout(index).shards)
     searchers = [Searcher.open(index.uri, shards=[number]) for number in shards]
-    found = {}
-    for query, asked in zip(queries, path(queries), strict=True):
+    results = {}
+    for query, searched in zip(queries, path(queries), strict=True):
         of_shards = [
-            searcher.search(asked.embedding, asked.terms, k=K, joining=joining)[0] for searcher in searchers
+            searcher.search(searched.embedding, searched.terms, k=K, joining=joining)[0]
+            for searcher in searchers
         ]
-        found[query] = [{hit.doc_id: float(hit.dense) for hit in of} for of in of_shards]
-    return found
+        results[query] = [{hit.doc_id: float(hit.dense) for hit in of} for of in of_shards]
+    return results
 
 
 def _right(answer: dict[str, Any], expected: list[dict[str, float]]) -> bool:
-    """Whether an answer is the merge of what the shards give that it does not name as missing."""
+    """Return whether an answer is the merge of the results of all shards that it does not name as missing."""
     missing = answer["missing_groups"]  # a group has one shard
     if answer["shards_answered"] != len(expected) - len(missing):
         return False
-    held = [scores for shard, scores in enumerate(expected) if shard not in missing]
-    best = sorted((score for scores in held for score in scores.values()), reverse=True)[:K]
+    shard_scores = [scores for shard, scores in enumerate(expected) if shard not in missing]
+    best = sorted((score for scores in shard_scores for score in scores.values()), reverse=True)[:K]
     hits = [hit for hit in answer["results"] if not hit["doc_id"].startswith(WRITTEN)]
     best = best[: len(best) - len(answer["results"]) + len(hits)]
     results = [(hit["doc_id"], hit["explain"]["dense"]) for hit in hits]
     right_scores = all(abs(score - wanted) < 1e-4 for (_, score), wanted in zip(results, best, strict=False))
-    known = {doc_id for scores in held for doc_id in scores}
-    return len(results) == len(best) and right_scores and all(doc_id in known for doc_id, _ in results)
+    found_ids = {doc_id for scores in shard_scores for doc_id in scores}
+    return len(results) == len(best) and right_scores and all(doc_id in found_ids for doc_id, _ in results)
 
 
 def _row(
@@ -418,7 +417,7 @@ def _row(
     return {
         "service": name,
         "requests": tally.statuses.total(),
-        "kills": kills.total() - kills[DOCUMENTS],  # losing them kills a gateway
+        "kills": kills.total() - kills[DOCUMENTS],  # this fault also kills a gateway
         "swaps": swaps,
         "writes": writes,
         "lost": lost,
@@ -443,7 +442,7 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=10, help="of limits, and of the model")
     parser.add_argument("--only", choices=SERVICES)
     options = parser.parse_args()
-    # In bfloat16 an embedding depends, in its third digit, on the texts that it is encoded with.
+    # In bfloat16 the third digit of an embedding depends on the other texts of its batch.
     os.environ["SCALINGNOTE_PRECISION"] = "float32"
     machine, operations, kills = Cluster(), options.operations, options.kills
     measure: dict[str, Callable[[], dict[str, Any]]] = {
@@ -467,7 +466,7 @@ def main() -> None:
         report.show(name, [rows[name]])
     table = [rows[name] for name in SERVICES if name in rows]
     names = ["requests", "errors", "lost", "undocumented", "wrong or mixed", "doubled"]
-    names += ["dead_replica_errors", "limit_restarts", "limit_errors"]  # of one service alone
+    names += ["dead_replica_errors", "limit_restarts", "limit_errors"]  # of one service only
     metrics = {name: sum(row.get(name, 0) for row in table) for name in names}
     metrics["errors_per_request"] = metrics["errors"] / max(metrics["requests"], 1)
     report.write(options.json, metrics=metrics, table=table)

@@ -1,8 +1,8 @@
-"""What benchmarks of serving search: an index of real passages, and two query towers of its dimension.
+"""Inputs for benchmarks of serving: an index of real passages, and two query towers of its dimension.
 
-lookup     the table of token embeddings that the passages' vectors are sums of: queries land among them
-student    MiniLM's first two layers and a random projection, exported with 8-bit products: what a
-           transformer costs; what it finds is of no interest
+lookup     the table of token embeddings that are summed in the passages' vectors: queries are near passages
+student    MiniLM's first two layers and a random projection, exported with 8-bit products, for the cost of a
+           transformer; its results have no meaning
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ DIM, NPROBE, LENGTH = 128, 16, 32
 
 
 class Settings(Config):
-    """Stands in for the configs of the stages that would have built these."""
+    """Config in place of those of the stages that usually build these artifacts."""
 
     documents: int
 
@@ -46,7 +46,7 @@ class Inputs:
 
 
 def build(folder: Path, *, documents: int, queries: int = 2000) -> Inputs:
-    """Everything below `folder`; what is finished there is taken as it is."""
+    """Build the inputs below `folder`; reuse finished ones."""
     texts = passages.texts(documents + queries)
     matrix, table = passages.embedded(texts, dim=DIM)
     # A query is the beginning of a passage that is not indexed.

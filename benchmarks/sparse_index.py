@@ -1,11 +1,11 @@
-"""Exact sparse search as documents grow: by compiled lists, by numpy, by SciPy.
+"""Exact sparse search by the number of documents: with compiled lists, numpy, and SciPy.
 
     python -m benchmarks.sparse_index --json docs/results/sparse_index.json
 
-Documents are synthetic: WORDS words of a Zipf vocabulary without its most frequent words, as a learned sparse
-head and BM25 weights leave them; impacts are log(1 + tf) idf. A query has QUERY_WORDS words of one document.
-The 100 best of each query, one query at a time, processor microseconds of one thread; medians over rounds in
-which the forms take turns.
+Documents are synthetic: WORDS words of a Zipf vocabulary without its most frequent words, like those of a
+learned sparse head or BM25 weights; impacts are log(1 + tf) idf. A query has QUERY_WORDS words of one
+document. The figures are processor microseconds of one thread for the 100 best of each query, one query at a
+time: medians over rounds in which the forms take turns.
 """
 
 import statistics
@@ -42,16 +42,16 @@ def main() -> None:
 
 
 def measure(documents: int, rounds: int) -> Row:
-    """Return the time of a query in each form; AssertionError if their scores differ."""
+    """Measure the time of a query in each form; AssertionError if their scores differ."""
     by_document = corpus(documents)
     offsets = by_document.indptr.astype(np.int32)
     columns = (by_document.indices, by_document.data.astype(np.float16))
-    built = postings.build(*(pa.ListArray.from_arrays(offsets, pa.array(column)) for column in columns))
+    lists = postings.build(*(pa.ListArray.from_arrays(offsets, pa.array(column)) for column in columns))
     by_term = by_document.T.tocsr()
     sparse.warm()
 
     def compiled(query: SparseRows) -> ndarray:
-        return np.asarray(sparse.search([built], query, k=K)[1][0])
+        return np.asarray(sparse.search([lists], query, k=K)[1][0])
 
     def by_numpy(query: SparseRows) -> ndarray:
         scores = np.zeros(documents, np.float32)
@@ -69,14 +69,14 @@ def measure(documents: int, rounds: int) -> Row:
     forms = {"numba": compiled, "numpy": by_numpy, "SciPy": by_scipy}
     queries = queries_of(by_document, max(QUERIES.values()))
     for query in queries[:20]:
-        best = sparse.search([built], query, k=K)[0][0]
+        best = sparse.search([lists], query, k=K)[0][0]
         for form in forms.values():  # a rounding may order two equal scores differently
-            scores = sparse.scores_of([built], query, form(query)[None])[0]
+            scores = sparse.scores_of([lists], query, form(query)[None])[0]
             np.testing.assert_allclose(scores[scores > 0], best[best > 0], rtol=1e-2)
     entries = [int(np.diff(by_term.indptr)[query.terms].sum()) for query in queries]
     sides = {name: partial(_each, form, queries[: QUERIES[name]]) for name, form in forms.items()}
     seconds = take_turns(sides, rounds=rounds)
-    times = {name: 1e6 * statistics.median(taken) / QUERIES[name] for name, taken in seconds.items()}
+    times = {name: 1e6 * statistics.median(spent) / QUERIES[name] for name, spent in seconds.items()}
     return {"documents": documents, "entries per query": statistics.mean(entries), **times}
 
 
@@ -93,11 +93,11 @@ def corpus(documents: int) -> csr_array:
     rows, terms, counts = [], [], []
     for first in range(0, documents, CHUNK_DOCUMENTS):
         size = min(CHUNK_DOCUMENTS, documents - first)
-        drawn = np.searchsorted(bounds, rng.random((size, WORDS))) + np.arange(size)[:, None] * VOCABULARY
-        keys, found = np.unique(drawn, return_counts=True)
+        words = np.searchsorted(bounds, rng.random((size, WORDS))) + np.arange(size)[:, None] * VOCABULARY
+        keys, frequencies = np.unique(words, return_counts=True)
         rows.append(keys // VOCABULARY + first)
         terms.append((keys % VOCABULARY).astype(np.int32))
-        counts.append(found)
+        counts.append(frequencies)
     row, term = np.concatenate(rows), np.concatenate(terms)
     idf = np.log(documents / np.maximum(np.bincount(term, minlength=VOCABULARY), 1))
     impacts = (np.log1p(np.concatenate(counts)) * idf[term]).astype(np.float32)
@@ -106,7 +106,7 @@ def corpus(documents: int) -> csr_array:
 
 
 def queries_of(by_document: csr_array, count: int) -> list[SparseRows]:
-    """Return queries of the words of documents drawn at random."""
+    """Return queries of words of random documents."""
     rng = np.random.default_rng(1)
     queries = []
     for row in rng.choice(by_document.shape[0], count, replace=False):

@@ -3,8 +3,8 @@
     python -m benchmarks.suite [--only NAME ...] [--repeat N]        all: about an hour on 2 cores
 
 Results go to build/benchmarks/COMMIT: NAME.json (with --repeat NAME.1.json, NAME.2.json, ...), and the output
-to NAME.log. A result that exists is not measured again, so an interrupted suite continues. A benchmark that
-fails does not stop the others. The sizes of the documentation are a benchmark's own defaults: run it directly
+to NAME.log. An existing result is not measured again, so an interrupted suite continues. A benchmark that
+fails does not stop the others. The documentation uses the default sizes of each benchmark: run it directly
 with ``--json docs/results/NAME.json``, then ``python -m benchmarks.performance``.
 """
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 3600.0
 RUNS = "--set run_dir={folder}/runs --set dataset.max_documents=2000"
 TRIALS = "--trials {folder}/trials.jsonl --run-dir {folder}/runs"
 FINISHED_RUN = "{folder}/quickstart"
-# Arguments by name; {folder} keeps what the runs of one commit and round share.
+# Arguments by name; {folder} is common to the runs of one commit and round.
 SMALL: dict[str, str] = {
     "api_fuzz": f"--run {FINISHED_RUN} --examples 10",
     "collect": "--queries 10000 100000",
@@ -66,7 +66,7 @@ log = get_logger("suite")
 
 
 def main() -> None:
-    """Run what has no result yet; exit with 1 if a benchmark failed."""
+    """Run benchmarks without a result; exit with 1 if one failed."""
     parser = plain_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SMALL, default=[*SMALL], metavar="NAME")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each, default: %(default)s")
@@ -100,14 +100,14 @@ def run_all(names: Sequence[str], folder: Path, *, repeat: int) -> list[Path]:
 
 
 def commands(name: str, result: Path, shared: Path) -> list[list[str]]:
-    """Return the commands of one benchmark; the first makes the finished run that it serves, if any."""
+    """Return the commands of one benchmark; if it needs a finished run, the first command makes it."""
     arguments = SMALL[name]
-    own = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(result)]
-    own += shlex.split(arguments.format(folder=shared))
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(result)]
+    command += shlex.split(arguments.format(folder=shared))
     if FINISHED_RUN not in arguments:
-        return [own]
+        return [command]
     words = shlex.split(MAKE_RUN.format(folder=shared))
-    return [[sys.executable, "-m", "scalingnote.cli.main", *words], own]
+    return [[sys.executable, "-m", "scalingnote.cli.main", *words], command]
 
 
 def run(steps: Sequence[Sequence[str]], path: Path) -> bool:
@@ -129,12 +129,14 @@ def run(steps: Sequence[Sequence[str]], path: Path) -> bool:
 
 
 def commit() -> str:
-    """Return the name of the code: `git describe`, with -dirty if a file differs from the commit."""
+    """Return the version of the code: `git describe`, with -dirty if a file differs from the commit."""
     words = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"results are stored by commit: run this in a git checkout ({done.stderr.strip()})")
-    return done.stdout.strip()
+    process = subprocess.run(words, check=False, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(
+            f"results are stored by commit: run this in a git checkout ({process.stderr.strip()})"
+        )
+    return process.stdout.strip()
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

@@ -1,11 +1,11 @@
-"""Distilling from stored teacher embeddings against distilling with the teacher in the loop.
+"""Distillation from stored teacher embeddings against distillation with the teacher in the loop.
 
     python -m benchmarks.teacher --json docs/results/teacher.json [--rounds N] [--batch N]
 
 A step of stage II reads the teacher's embeddings of its queries; in the loop the teacher would encode the
-batch before each step. Both are timed in turns on the same queries; weights are random, since speed does not
-depend on them. The published teacher has 226 times the parameters of its student, the one here 122 times:
-with a 7B teacher the ratio is larger.
+batch before each step. Both are timed in turns on the same queries; weights are random, because speed does
+not depend on them. The published teacher has 226 times the parameters of its student, the teacher here 122
+times: with a 7B teacher the ratio is larger.
 """
 
 import statistics
@@ -56,17 +56,19 @@ def main() -> None:
         run.step(LEARNING_RATE)
         encodings.append(1000 * (middle - start) / options.batch)
         steps.append(1000 * (time.process_time() - middle) / options.batch)
-    stored, encoded = statistics.median(steps[1:]), statistics.median(encodings[1:])
+    step_ms, encoding_ms = statistics.median(steps[1:]), statistics.median(encodings[1:])
     row = {
         "teacher, millions": millions(teacher),
         "student, millions": millions(student),
-        "step, stored ms": stored,
-        "step, in the loop ms": stored + encoded,
+        "step, stored ms": step_ms,
+        "step, in the loop ms": step_ms + encoding_ms,
     }
     show("Processor milliseconds per query", [row])
     metrics = {
-        "stored_teacher_speedup": (stored + encoded) / stored,
-        "stored_teacher_speedup_100_epochs": EPOCHS * (stored + encoded) / (EPOCHS * stored + encoded),
+        "stored_teacher_speedup": (step_ms + encoding_ms) / step_ms,
+        "stored_teacher_speedup_100_epochs": EPOCHS
+        * (step_ms + encoding_ms)
+        / (EPOCHS * step_ms + encoding_ms),
     }
     write(options.json, metrics=metrics, steps=[row])
 
@@ -82,14 +84,14 @@ def tower(architecture: str, shape: tuple[int, ...]) -> Any:
 
 
 def queries(count: int, number: int) -> list[TokenRow]:
-    """Return token rows whose last position is pooled."""
+    """Return token rows that are pooled at the last position."""
     rng = np.random.default_rng(number)
     lengths = rng.integers(*QUERY_TOKENS, count).tolist()
     return [TokenRow(rng.integers(10, 200, length).tolist(), [length - 1]) for length in lengths]
 
 
 def millions(module: Any) -> float:
-    """Return millions of parameters without token embeddings."""
+    """Count millions of parameters without token embeddings."""
     count = sum(value.numel() for value in module.parameters())
     return float(count - module.token_embeddings.weight.numel()) / 1e6
 

@@ -1,15 +1,15 @@
-"""Teachers of which vectors alone are known: behind an endpoint, or in a file.
+"""Teachers that are known only by vectors: behind an endpoint, or in a file.
 
     python -m benchmarks.teachers --json docs/results/teachers.json [--sets scifact] [--documents N]
 
-all-MiniLM-L6-v2 stands behind `scalingnote serve --model`, with a proxy before it that counts texts.
+`scalingnote serve --model` serves all-MiniLM-L6-v2, behind a proxy that counts texts.
 
 - max_difference: of a value of a unit vector, between `distill --endpoint --index` (documents and
   pseudo-queries) and sentence-transformers in this process
-- asked_twice: texts that are asked for again after SIGKILL in the middle of that command. The proxy holds
-  requests back before the kill, so that none is under way: those would be lost with the process
-- vectors_kept_mean: nDCG@10 of the table that `distill --vectors` makes of the documents' vectors alone, over
-  the teacher's; with `--documents`, of so many documents, those with a judgement first
+- asked_twice: texts that are requested again after SIGKILL in the middle of that command. The proxy delays
+  requests before the kill, so that none is in progress: their answers would be lost with the process
+- vectors_kept_mean: nDCG@10 of the table that `distill --vectors` trains only on the documents' vectors, over
+  the teacher's; `--documents` limits the documents, those with a judgement first
 """
 
 import json
@@ -59,7 +59,7 @@ def main() -> None:
     model = SentenceTransformer(str(minilm.path()), device="cpu")
     rows = []
     words = ["serve", "--model", str(minilm.path()), "--set", "serve.port=0"]
-    exact = {"SCALINGNOTE_PRECISION": "float32"}  # as the model that it is compared with
+    exact = {"SCALINGNOTE_PRECISION": "float32"}  # like the model in the comparison
     with running(["-m", "scalingnote.cli.main", *words], exact) as url:
         for name in options.sets:
             texts, queries, gains = read_set(name, options.documents)
@@ -70,7 +70,7 @@ def main() -> None:
             difference, documents = compare(folder, model)
             kept = kept_by_vectors(folder, texts, documents, model.encode(queries), queries, gains)
             rows.append({"set": name, "asked twice": asked_twice, "difference": difference, **kept})
-    show("Teachers of which vectors alone are known", rows)
+    show("Teachers that are known only by vectors", rows)
     metrics = {
         "max_difference": max(row["difference"] for row in rows),
         "asked_twice": sum(row["asked twice"] for row in rows),
@@ -80,23 +80,26 @@ def main() -> None:
 
 
 def read_set(name: str, most: int | None) -> tuple[list[str], list[str], Float32[ndarray, "queries docs"]]:
-    """Documents of a BEIR folder as ``title text``, its test queries, and the gain of each pair."""
-    judged = beir.judged(name)
-    answers = {doc_id for own in judged.values() for doc_id in own}
+    """Return documents of a BEIR folder as ``title text``, its test queries, and the gain of each pair."""
+    judgements = beir.judged(name)
+    answers = {doc_id for doc_ids in judgements.values() for doc_id in doc_ids}
     rows = sorted(beir.documents(name), key=lambda row: row["_id"] not in answers)[:most]
     place = {row["_id"]: number for number, row in enumerate(rows)}
-    found = {query: [place[doc] for doc in own if doc in place] for query, own in sorted(judged.items())}
-    found = {query: own for query, own in found.items() if own}
-    gains = np.zeros((len(found), len(rows)), np.float32)
-    for number, own in enumerate(found.values()):
-        gains[number, own] = 1
+    rows_of_answers = {
+        query: [place[doc] for doc in doc_ids if doc in place]
+        for query, doc_ids in sorted(judgements.items())
+    }
+    rows_of_answers = {query: doc_ids for query, doc_ids in rows_of_answers.items() if doc_ids}
+    gains = np.zeros((len(rows_of_answers), len(rows)), np.float32)
+    for number, doc_ids in enumerate(rows_of_answers.values()):
+        gains[number, doc_ids] = 1
     texts = [" ".join(filter(None, (row["title"].strip(), row["text"].strip()))) for row in rows]
     texts_of = beir.queries(name)
-    return texts, [texts_of[query] for query in found], gains
+    return texts, [texts_of[query] for query in rows_of_answers], gains
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on and counts answered texts; once they are `hold`, new ones wait until the release."""
+    """Proxy that counts answered texts; after `hold` of them, new requests wait until the release."""
 
     daemon_threads = True
 
@@ -120,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.underway += not held
         if held:
             self.server.released.wait()
-            return  # the process that asked is gone
+            return  # the client was killed
         request = urllib.request.Request(
             f"{self.server.target}{self.path}", body, {"content-type": "application/json"}
         )
@@ -143,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
 def distil_by_endpoint(url: str, folder: Path, *, count: int) -> int:
     """Run `distill --endpoint --index`, kill it when half of its queries are answered, run it again.
 
-    Returns the texts that were answered more than once.
+    Return the number of texts that were answered more than once.
     """
     proxy = Proxy(url, hold=count // 2)
     base = f"http://127.0.0.1:{proxy.server_port}"
@@ -170,20 +173,20 @@ def distil_by_endpoint(url: str, folder: Path, *, count: int) -> int:
 
 
 def compare(folder: Path, model: Any) -> tuple[float, Float32[ndarray, "docs dim"]]:
-    """The largest difference to vectors of the model's files, and the documents' vectors.
+    """Return the largest difference from vectors of the model's files, and the documents' vectors.
 
-    Of the texts as `prepare` has them: a control character is a blank there, for a model in a folder as well.
+    Texts are those of `prepare`, which replaces control characters by blanks, also for a model in a folder.
     """
     config = pipeline.load_run(f"{folder}/endpoint.run")
     queries = pipeline.locate(config, "query_embeddings").table("embeddings", ["query", "embedding"])
     documents = pipeline.locate(config, "embeddings").table("embeddings", ["summary"])["summary"]
     texts = pipeline.locate(config, "dataset").table("documents", ["content"])["content"].to_pylist()
-    found = arrow.to_numpy(documents)
+    vectors = arrow.to_numpy(documents)
     sides: Sequence[tuple[ndarray, list[str]]] = (
         (arrow.to_numpy(queries["embedding"]), queries["query"].to_pylist()),
-        (found, texts),
+        (vectors, texts),
     )
-    return max(float(np.abs(side - model.encode(texts)).max()) for side, texts in sides), found
+    return max(float(np.abs(side - model.encode(texts)).max()) for side, texts in sides), vectors
 
 
 def kept_by_vectors(
@@ -194,20 +197,20 @@ def kept_by_vectors(
     queries: list[str],
     gains: Float32[ndarray, "queries docs"],
 ) -> Row:
-    """Quality of a table that has learnt from the documents' vectors alone, and the teacher's."""
+    """Measure the quality of a table that is trained only on the documents' vectors, and the teacher's."""
     import scalingnote
 
     pq.write_table(pa.table({"text": texts, "vector": arrow.to_arrow(documents)}), folder / "vectors.parquet")
     tower = scalingnote.distill(vectors=folder / "vectors.parquet", to=folder / "vectors")
-    student, whole = (
+    student, teacher_ndcg = (
         float(ndcg(ranked(side @ documents.T), gains).mean()) for side in (tower.encode(queries), teacher)
     )
     return {
         "documents": len(texts),
         "queries": len(queries),
-        "teacher": round(whole, 4),
+        "teacher": round(teacher_ndcg, 4),
         "vectors": round(student, 4),
-        "kept": round(student / whole, 4),
+        "kept": round(student / teacher_ndcg, 4),
     }
 
 

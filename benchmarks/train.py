@@ -2,15 +2,15 @@
 
     python -m benchmarks.train --json docs/results/train.json [--batch N] [--rounds N]
 
-Ours and sentence-transformers' train two towers with random weights on the same triplets with the same loss
-(checked), GradCache, Matryoshka prefixes and AdamW; see train_sides.py. Each side first finds its best chunk
-size, for texts of many lengths and of equal length. Then both take turns step by step in one process: the
-median of the steps' ratios of processor time counts, because the machine's speed changes within seconds.
+Both sides train two towers with random weights on the same triplets with the same loss (checked), GradCache,
+Matryoshka prefixes and AdamW; see train_sides.py. Each side first finds its best chunk size, for texts of
+many lengths and of equal length. Then both take turns step by step in one process. The result is the median
+of the steps' ratios of processor time, because the machine's speed changes within seconds.
 
-`--largest` is the batch whose peak memory is compared with that of 32.
+The peak memory of the batch `--largest` is compared with that of 32.
 
-LoRA towers on one frozen backbone of 512, its layers stored whole, in 8 and in 4 bits: bytes of the layers,
-and the step's processor time.
+LoRA towers on one frozen backbone of 512, with layers stored in full precision, in 8 and in 4 bits: bytes of
+the layers, and the step's processor time.
 """
 
 import os
@@ -38,11 +38,11 @@ from scalingnote.models.config import Stored
 Row = dict[str, Any]
 SIDES: tuple[Side, Side] = ("ours", "sentence-transformers")
 CHUNKS = (16, 32, 64)
-# Queries and documents differ in length: ours has a chunk size for each, its peer a token budget.
+# Queries and documents differ in length: ours has two chunk sizes, its peer a token budget.
 SEPARATE = ((64, 16), (64, 32))
 BUDGETS = (1024, 4096)
 SPREADS = {"spread": 0.5, "equal": 0.0}  # of the logarithm of lengths
-# Where peak memory is compared, glibc returns freed blocks at once: holes would raise the peak.
+# For peak memory glibc returns freed blocks at once: holes would raise the peak.
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 SIZE = Size(layers=2, hidden=128)
 STEPS = 4  # timed, after a first one
@@ -79,28 +79,28 @@ def main() -> None:
 
 @contextmanager
 def _backbone(architecture: Architecture, size: Size) -> Iterator[str]:
-    """A folder with a backbone of random weights."""
+    """Yield a folder with a backbone of random weights."""
     with TemporaryDirectory() as folder:
         save_backbone(Path(folder), architecture, size)
         yield folder
 
 
 def _speed(size: Size, options: Any) -> list[Row]:
-    """A step of ours over one of sentence-transformers' cached loss, each with its best chunk."""
-    found: list[Row] = []
+    """Measure a step of ours over one of sentence-transformers' cached loss, each with its best chunk."""
+    speeds: list[Row] = []
     architectures: tuple[Architecture, ...] = ("bert", "qwen2")
     for architecture in architectures:
         with _backbone(architecture, size) as folder:
             for lengths in SPREADS:
                 best = {side: _tuned(folder, size, side, lengths, options) for side in SIDES}
                 row = _rounds(folder, size, best, options)
-                found.append({"backbone": architecture, "lengths": lengths, **row})
-    show(f"{options.batch} triplets a step, {size.layers} layers of {size.hidden}", found)
-    return found
+                speeds.append({"backbone": architecture, "lengths": lengths, **row})
+    show(f"{options.batch} triplets a step, {size.layers} layers of {size.hidden}", speeds)
+    return speeds
 
 
 def _bases(folder: str, options: Any) -> list[Row]:
-    """LoRA steps on a frozen backbone in each format; the formats take turns."""
+    """Measure LoRA steps on a frozen backbone in each format; the formats take turns."""
     settings = [Setting("ours", BASE_BATCH, plain=True, base=base) for base in BASES]
     rounds = _turns(folder, BASE_SIZE, settings, options)
     sizes = {base: run_isolated(frozen_mb, folder, BASE_SIZE, base) for base in BASES}
@@ -117,20 +117,20 @@ def _bases(folder: str, options: Any) -> list[Row]:
 
 
 def _tuned(folder: str, size: Size, side: Side, lengths: str, options: Any) -> Setting:
-    """The setting of a side that is fastest for such lengths, all settings taking turns."""
+    """Return the fastest setting of a side for these lengths; all settings take turns."""
     base = Setting(side, options.batch, spread=SPREADS[lengths])
     settings = [replace(base, chunks=(rows, rows)) for rows in CHUNKS if rows <= options.batch]
     if side == "sentence-transformers":
         settings += [replace(base, budget=tokens) for tokens in BUDGETS]
     else:
         settings += [replace(base, chunks=chunks) for chunks in SEPARATE if max(chunks) <= options.batch]
-    found = run_isolated(measure_in_turns, folder, size, settings, steps=TRIALS)
-    seconds = [statistics.median(figures["cpu s"]) for figures in found]
+    figures_by_setting = run_isolated(measure_in_turns, folder, size, settings, steps=TRIALS)
+    seconds = [statistics.median(figures["cpu s"]) for figures in figures_by_setting]
     return settings[seconds.index(min(seconds))]
 
 
 def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) -> Row:
-    """Rates of both sides and their ratios: medians over the steps of all rounds."""
+    """Measure rates of both sides and their ratios: medians over the steps of all rounds."""
     ours, theirs = best.values()
     rounds = _turns(folder, size, [ours, theirs], options)
     for mine, other in rounds:
@@ -155,18 +155,18 @@ def _turns(folder: str, size: Size, settings: list[Setting], options: Any) -> li
 
 
 def _rate(rounds: list[list[Row]], place: int, batch: int) -> float:
-    """Samples a processor second of the setting at `place`."""
+    """Compute samples a processor second of the setting at `place`."""
     return float(batch / statistics.median(second for one in rounds for second in one[place]["cpu s"]))
 
 
 def _time_ratio(rounds: list[list[Row]], place: int, other: int) -> float:
-    """The time of a step of one setting over that of the same step of another one."""
+    """Compute the time of a step of one setting over that of the same step of another one."""
     pairs = (pair for one in rounds for pair in zip(one[place]["cpu s"], one[other]["cpu s"], strict=True))
     return float(statistics.median(mine / theirs for mine, theirs in pairs))
 
 
 def _memory(folder: str, setting: Setting) -> Row:
-    """The peak memory of a side at a batch."""
+    """Measure the peak memory of a side at a batch."""
     peak = run_isolated(measure_peak_mb, folder, SIZE, setting)
     return {"side": setting.side, "batch": setting.batch, "peak MB": peak}
 

@@ -2,7 +2,7 @@
 
 Both have a query and a document tower, start from the same weights, and learn one view of a document with one
 hard negative: cross entropy in both directions over all Matryoshka prefixes, through GradCache. So their
-losses are equal, and :func:`measure_in_turns` returns the first one to show it.
+losses are equal; :func:`measure_in_turns` returns the first one as evidence.
 """
 
 import time
@@ -44,7 +44,7 @@ Side = Literal["ours", "sentence-transformers"]
 
 @dataclass(frozen=True)
 class Size:
-    """Of the backbone and of what it reads."""
+    """Sizes of the backbone and of its inputs."""
 
     layers: int = 4
     hidden: int = 256
@@ -58,7 +58,7 @@ class Size:
 class Setting:
     """One measurement. `chunks`: rows that GradCache encodes at once, of queries and of documents.
 
-    sentence-transformers has one number for both, or, with `budget`, tokens at once.
+    sentence-transformers has one number for both or, with `budget`, a number of tokens.
     """
 
     side: Side
@@ -66,12 +66,12 @@ class Setting:
     chunks: tuple[int, int] = (32, 32)
     budget: int | None = None
     spread: float = 0.5  # of the logarithm of lengths; 0: all equal
-    plain: bool = False  # one loss of one direction, the whole batch at once
+    plain: bool = False  # one loss of one direction, the complete batch at once
     base: Stored | None = None  # of LoRA towers on one backbone; None: all weights of two backbones learn
 
 
 def save_backbone(folder: Path, architecture: Architecture, size: Size) -> None:
-    """A backbone with random weights and its tokenizer, as any Hugging Face model is saved."""
+    """Save a backbone with random weights and its tokenizer like any Hugging Face model."""
     torch.manual_seed(0)
     words = [*SPECIAL, *(f"w{number}" for number in range(size.vocabulary - len(SPECIAL)))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
@@ -97,7 +97,7 @@ def save_backbone(folder: Path, architecture: Architecture, size: Size) -> None:
 
 
 def measure_peak_mb(folder: str, size: Size, setting: Setting) -> float:
-    """Return the peak memory of this process after one step."""
+    """Measure the peak memory of this process after one step."""
     torch.set_num_threads(1)
     _step(Path(folder), size, setting)(0)
     return peak_memory_mb()
@@ -106,19 +106,19 @@ def measure_peak_mb(folder: str, size: Size, setting: Setting) -> float:
 def measure_in_turns(
     folder: str, size: Size, settings: Sequence[Setting], *, steps: int
 ) -> list[dict[str, Any]]:
-    """Return the loss of a first step of each setting, and the processor seconds of each further one.
+    """Measure the loss of a first step of each setting, and the processor seconds of each further one.
 
-    The settings take turns step by step, so that other work on the machine affects all of them alike.
+    The settings take turns step by step, so that other work on the machine affects all of them equally.
     """
     torch.set_num_threads(1)
-    made = [_step(Path(folder), size, setting) for setting in settings]
-    found: list[dict[str, Any]] = [{"loss": step(0), "cpu s": []} for step in made]
+    step_functions = [_step(Path(folder), size, setting) for setting in settings]
+    measurements: list[dict[str, Any]] = [{"loss": step(0), "cpu s": []} for step in step_functions]
     for number in range(1, steps + 1):
-        for step, figures in zip(made, found, strict=True):
+        for step, figures in zip(step_functions, measurements, strict=True):
             start = time.process_time()
             step(number)
             figures["cpu s"].append(time.process_time() - start)
-    return found
+    return measurements
 
 
 def _step(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
@@ -126,7 +126,7 @@ def _step(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
 
 
 def rows(size: Size, setting: Setting, number: int, *, causal: bool) -> list[list[TokenRow]]:
-    """Queries, positives and negatives of a step, with the special tokens of the backbone."""
+    """Draw queries, positives and negatives of a step, with the special tokens of the backbone."""
     rng = np.random.default_rng(number)
     means = (size.query_tokens, size.document_tokens, size.document_tokens)
     return [list(_texts(rng, setting, mean, size, causal)) for mean in means]
@@ -146,7 +146,7 @@ def _texts(
 
 
 def frozen_mb(folder: str, size: Size, base: Stored) -> float:
-    """Megabytes of the frozen layers below the adapters of both towers; embeddings are left out."""
+    """Count megabytes of the frozen layers below the adapters of both towers, without embeddings."""
     towers = _towers(Path(folder), size, Setting("ours", 2, base=base))
     frozen = {id(p): p for name, p in towers.named_parameters() if "base_layer" in name}
     return sum(parameter.nbytes for parameter in frozen.values()) / 1e6
@@ -209,7 +209,7 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
 
     def tower() -> list[Any]:
         causal = _causal(folder)
-        headless = {} if causal else {"add_pooling_layer": False}  # or it would run a pooler that is not used
+        headless = {} if causal else {"add_pooling_layer": False}  # otherwise it runs an unused pooler
         transformer = Transformer(str(folder), model_kwargs=headless)
         weight = load_file(folder / "projection.st")["weight"]
         dense = Dense(size.hidden, DIM, bias=False, activation_function=None, init_weight=weight)

@@ -1,4 +1,4 @@
-"""A trial: a method is trained on a dataset with a seed; every query side it gives is searched exactly."""
+"""Trials: train a method on a dataset with a seed, and search exactly with each of its query sides."""
 
 import json
 import time
@@ -39,12 +39,12 @@ TEACHERS: dict[str, Callable[[RunConfig], list[str]]] = {
     "smollm": smollm.overrides,
     "smollm-30": partial(smollm.overrides, layers=smollm.ALL_LAYERS),
     "smollm-gpu": partial(smollm.overrides, layers=smollm.ALL_LAYERS, sizes=minilm.GPU),
-}  # by backbone: what puts it in place of towers from scratch
+}  # by backbone: overrides that put it in place of towers from scratch
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: `method` is a file of configs/, `steps` are those of stage I, 0 leaves it untrained."""
+    """One training: `method` is a file of configs/, `steps` are those of stage I (0: no training)."""
 
     dataset: str
     backbone: str
@@ -55,18 +55,18 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """What distinguishes it from all others."""
+        """Text that is unique to the trial."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one query side finds, and what a query costs."""
+    """Results of one query side, and its speed."""
 
     measures: dict[str, float]
     success: Float[ndarray, " queries"]  # whether a relevant document is among the first TESTED
-    speed: float | None = None  # queries per processor second, one at a time; None: not ours to time
-    gains: Float[ndarray, " queries"] | None = None  # nDCG@10 of each query; None: of a line without them
+    speed: float | None = None  # queries per processor second, one at a time; None: not measured
+    gains: Float[ndarray, " queries"] | None = None  # nDCG@10 of each query; None: not in the trial's line
 
 
 @dataclass(frozen=True)
@@ -80,25 +80,25 @@ class Outcome:
 
 
 def run(trial: Trial, *, run_dir: str) -> Outcome:
-    """Train, encode, search; what is finished in `run_dir` is not built again."""
+    """Train, encode, search; reuse finished artifacts in `run_dir`."""
     started = time.monotonic()
     config = configured(trial, run_dir=run_dir)
     names = [stage.name for stage in stages.of(config)]
     last = names[names.index("quantize") - 1]
-    built = pipeline.run(config, stages.select(config, until=last), record=False)
+    artifacts = pipeline.run(config, stages.select(config, until=last), record=False)
     if config.bm25 is not None:
-        built |= pipeline.run(config, stages.select(config, only="bm25"), record=False)
+        artifacts |= pipeline.run(config, stages.select(config, only="bm25"), record=False)
     if "encode_student" in names:
         first = pipeline.run(config, stages.select(config, until="encode"), record=False)
-        built["teacher_embeddings"] = first["embeddings"]
-    kept = {name: value for name, value in environment().items() if name in KEPT}
-    return Outcome(trial, _sides(config, built), time.monotonic() - started, kept)
+        artifacts["teacher_embeddings"] = first["embeddings"]
+    facts = {name: value for name, value in environment().items() if name in KEPT}
+    return Outcome(trial, _sides(config, artifacts), time.monotonic() - started, facts)
 
 
 def configured(trial: Trial, *, run_dir: str) -> RunConfig:
-    """The config of a trial, with as many epochs of stage I as give its steps; collects its triplets."""
+    """Return the config of a trial, with the epochs of stage I for its steps; collect its triplets."""
     plain = unchanged(trial.dataset, trial.method)
-    # Short runs in this process: half of their time would be the start of Ray's workers.
+    # Short runs stay in this process: the start of Ray's workers would be half of their time.
     knobs = [f"run_dir={run_dir}", f"train.seed={trial.seed}"]
     knobs += [f"{stage}.resources.workers=1" for stage in ("encode", "teacher")]
     if plain.distill is not None:
@@ -113,82 +113,82 @@ def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     config = unchanged(trial.dataset, trial.method, [*knobs, *_of(trial.knobs, plain)])
     public_sets.prepare_for(config.dataset)
     if config.adopt is not None:
-        return config  # as published: nothing is trained in stage I
+        return config  # a published model: stage I trains nothing
     pipeline.run(config, stages.select(config, until="collect"), record=False)
     return shortened(config, steps=trial.steps)
 
 
 def shortened(config: RunConfig, *, steps: int) -> RunConfig:
-    """The same with epochs of stage I that give these steps, in this process; triplets are collected."""
-    # Mining loses no row here: the old negatives stay if no new one is found.
+    """Return the config with the epochs of stage I for these steps, in this process; triplets must exist."""
+    # Mining loses no row: the old negatives stay if there is no new one.
     triplets = int(pipeline.locate(config.model_copy(update={"rounds": 1}), "triplets").counts["train"])
-    # A training takes a minute: half of it would be the start of Ray's workers.
+    # A training takes a minute; the start of Ray's workers would be half of it.
     here = Ranks(workers=0, gpus_per_worker=config.train.resources.gpus_per_worker)
-    changed: dict[str, Any] = {}
-    for name in ("train", "cross_encoder"):  # which is trained in stage I's place
+    changes: dict[str, Any] = {}
+    for name in ("train", "cross_encoder"):  # a cross-encoder replaces stage I
         if (stage := getattr(config, name)) is not None:
             epochs = steps / (triplets // stage.global_batch)
-            changed[name] = stage.model_copy(update={"epochs": epochs, "resources": here})
-    return config.model_copy(update=changed)
+            changes[name] = stage.model_copy(update={"epochs": epochs, "resources": here})
+    return config.model_copy(update=changes)
 
 
 def _of(knobs: Sequence[str], config: RunConfig) -> list[str]:
-    """Return options without those of stage II if a method has none: they would give it one."""
+    """Return options without those of stage II if the method has no stage II: they would add one."""
     return [knob for knob in knobs if config.distill is not None or not knob.startswith("distill.")]
 
 
 def unchanged(dataset: str, method: str, knobs: Sequence[str] = ()) -> RunConfig:
-    """The config of a method on a dataset: one of the quickstarts', or a BEIR folder in $SCALINGNOTE_DATA."""
-    own = f"configs/quickstart/{dataset}.yaml"
-    if Path(own).exists():
-        return load(RunConfig, [own, _method_file(method)], knobs)
+    """Load the config of a method on a dataset of the quickstarts or a BEIR folder in $SCALINGNOTE_DATA."""
+    file = f"configs/quickstart/{dataset}.yaml"
+    if Path(file).exists():
+        return load(RunConfig, [file, _method_file(method)], knobs)
     source = f"dataset={{name: beir, path: {beir.folder(dataset)}}}"
     return load(RunConfig, ["configs/quickstart/base.yaml", _method_file(method)], [source, *knobs])
 
 
 def _method_file(method: str) -> str:
-    """`methods/embeddistill-matching` is a variant of embeddistill.yaml, others have a file of their own."""
+    """Return a method's file: `methods/embeddistill-matching` is a variant of embeddistill.yaml."""
     file, _, variant = method.partition("-")
     own = f"configs/{method}.yaml"
     return own if Path(own).exists() or not variant else f"configs/{file}.yaml:{variant}"
 
 
 def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
-    """Every query side but a student's teacher, which has its own trial, and BM25 of stage I."""
+    """Measure every query side except a student's teacher, which has a separate trial, and stage I's BM25."""
     parents = {kind: artifact for kind, artifact in built.items() if kind in READ}
     test = load_test_set(parents["dataset"])
     texts = list(dict.fromkeys(test.queries))
-    encoded, methods = {}, Methods(config.evaluate, parents)
+    embeddings, methods = {}, Methods(config.evaluate, parents)
     for name, kind in methods.towers.items():
         tower = QueryEncoder(parents[kind].directory("query"), threads=1)
-        encoded[name] = QueryEmbeddings(texts, tower.encode_queries(texts))
+        embeddings[name] = QueryEmbeddings(texts, tower.encode_queries(texts))
     bm25 = None if config.distill else retrieval_methods.count_bm25(methods, test.queries, test=test)
-    found = {}
-    runs, _ = retrieval_methods.retrieve(methods, encoded, bm25, test=test)
+    sides = {}
+    runs, _ = retrieval_methods.retrieve(methods, embeddings, bm25, test=test)
     names = config.evaluate.names
-    for name, ranked in runs.items():
+    for name, rankings in runs.items():
         if config.distill is not None and name in (names.dual_encoder, f"{names.dual_encoder} + bm25"):
             continue
-        values = _values(ranked, test)
+        values = _values(rankings, test)
         measures = {measure: round(float(each.mean()), 5) for measure, each in values.items()}
         speed = None if name == "bm25" else _speed(config, name, parents, test.queries)
-        found[name] = Side(measures, values[f"R@{TESTED}"], speed, values["nDCG@10"])
-    return found
+        sides[name] = Side(measures, values[f"R@{TESTED}"], speed, values["nDCG@10"])
+    return sides
 
 
 def _values(ranked: trec.Run, test: TestSet) -> Mapping[str, Float[ndarray, " queries"]]:
-    """Each query's measures."""
+    """Compute the measures of each query."""
     rankings = {query: [doc for doc, _ in results] for query, results in ranked.items()}
     return per_query(rankings, test.qrels, recall_at=DEPTHS)
 
 
 def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], queries: Sequence[str]) -> float:
-    """Queries per processor second of this thread, one at a time: string in, embedding and terms out."""
+    """Measure queries per processor second of this thread, one at a time, from string to embedding, terms."""
     tower, _, how = name.partition(" ")
     kind = Methods(config.evaluate, parents).towers[tower]
     ways: list[Callable[[list[str]], Any]] = []
     if how != "(sparse)":
-        with mock.patch.object(torch.cuda, "is_available", return_value=False):  # a processor's seconds
+        with mock.patch.object(torch.cuda, "is_available", return_value=False):  # measure the CPU
             ways.append(QueryEncoder(parents[kind].directory("query"), threads=1).encode_queries)
     of_terms = {
         "(sparse)": "dual_encoder",

@@ -1,8 +1,8 @@
-"""Many trials, one after the other: those that are not finished are run, and each leaves a line of JSON.
+"""Many trials, one after the other: each finished trial appends a line of JSON.
 
-A trial that has its line is not run again, so hours of trials may be interrupted, and more added later. It is
-known by its method's name: whoever changes what a method does removes its lines. Trials that share stage I
-share its artifacts in --run-dir.
+A trial with a line is not repeated, so hours of trials may be interrupted, and more added later. The method's
+name identifies a trial: remove the lines of a method after a change of its behaviour. Trials with the same
+stage I share its artifacts in --run-dir.
 """
 
 import argparse
@@ -28,7 +28,7 @@ log = get_logger("trials")
 
 
 def trial_parser(description: str | None, *, datasets: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark that is made of trials."""
+    """Return a parser with the options of every benchmark that consists of trials."""
     parser = report.arguments(description)
     parser.add_argument("--datasets", nargs="+", default=datasets)
     parser.add_argument("--seeds", type=int, default=3)
@@ -41,16 +41,15 @@ def trial_parser(description: str | None, *, datasets: Sequence[str]) -> argpars
 
 
 def run_given(trials: Sequence[Trial], options: argparse.Namespace) -> list[Outcome]:
-    """Run what is not finished, with the options of :func:`trial_parser`; return outcomes in this order.
+    """Run unfinished trials with the options of :func:`trial_parser`; return outcomes in this order.
 
-    A trial that fails leaves no line and is missing in the answer; the others run. SystemExit if none is
-    finished.
+    A failed trial has no line and no outcome; the others run. SystemExit if none is finished.
     """
-    done = {outcome.trial for outcome in read(options.trials)}
-    left = [] if options.finished else [trial for trial in trials if trial not in done]
-    log.info("%d trials to run, %d lines in %s", len(left), len(done), options.trials)
-    os.environ["SCALINGNOTE_PRECISION"] = "float32"  # also on CPUs that have tiles for bfloat16
-    for trial in left:
+    finished_trials = {outcome.trial for outcome in read(options.trials)}
+    remaining = [] if options.finished else [trial for trial in trials if trial not in finished_trials]
+    log.info("%d trials to run, %d lines in %s", len(remaining), len(finished_trials), options.trials)
+    os.environ["SCALINGNOTE_PRECISION"] = "float32"  # also on CPUs with matrix units for bfloat16
+    for trial in remaining:
         _run_one(trial, options.trials, options.run_dir)
     outcomes = {outcome.trial: outcome for outcome in read(options.trials)}
     finished = [outcomes[trial] for trial in trials if trial in outcomes]
@@ -60,7 +59,7 @@ def run_given(trials: Sequence[Trial], options: argparse.Namespace) -> list[Outc
 
 
 def require(trials: Sequence[Trial], finished: Sequence[Outcome], options: argparse.Namespace) -> None:
-    """SystemExit if a trial that had to run has failed."""
+    """Raise SystemExit if a required trial failed."""
     if len(finished) < len(trials) and not options.finished:
         raise SystemExit(f"{len(trials) - len(finished)} of {len(trials)} trials failed: see above")
 
@@ -73,14 +72,14 @@ def read(path: Path) -> list[Outcome]:
 
 
 def trial_machines(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return what is known of the machines of trials: by name a value, or several joined by commas."""
+    """Return the facts of the machines of trials: by name a value, or several joined by commas."""
     values: dict[str, dict[Any, None]] = {}
     for outcome in outcomes:
         for name, value in outcome.environment.items():
             values.setdefault(name, {})[value] = None
     return {
-        name: next(iter(found)) if len(found) == 1 else ", ".join(map(str, found))
-        for name, found in values.items()
+        name: next(iter(distinct)) if len(distinct) == 1 else ", ".join(map(str, distinct))
+        for name, distinct in values.items()
     }
 
 
@@ -111,33 +110,33 @@ def _line(outcome: Outcome) -> str:
         | ({} if side.gains is None else {"gains": _packed(side.gains)})
         for name, side in outcome.sides.items()
     }
-    said = {
+    record = {
         "trial": asdict(outcome.trial),
         "sides": sides,
         "seconds": round(outcome.seconds, 1),
         "environment": outcome.environment,
     }
-    return json.dumps(said) + "\n"
+    return json.dumps(record) + "\n"
 
 
 def _parse(line: dict[str, Any]) -> Outcome:
     sides = {
         name: Side(
-            said["measures"],
-            np.unpackbits(np.frombuffer(bytes.fromhex(said["success"]), np.uint8))[: said["queries"]].astype(
-                float
-            ),
-            said["speed"],
-            _unpacked(said["gains"]) if "gains" in said else None,
+            fields["measures"],
+            np.unpackbits(np.frombuffer(bytes.fromhex(fields["success"]), np.uint8))[
+                : fields["queries"]
+            ].astype(float),
+            fields["speed"],
+            _unpacked(fields["gains"]) if "gains" in fields else None,
         )
-        for name, said in line["sides"].items()
+        for name, fields in line["sides"].items()
     }
     trial = Trial(**line["trial"] | {"knobs": tuple(line["trial"]["knobs"])})
     return Outcome(trial, sides, line["seconds"], line["environment"])
 
 
 def _packed(gains: Float[ndarray, " queries"]) -> str:
-    """Values in [0, 1] in steps of 1/255."""
+    """Compress values in [0, 1] in steps of 1/255."""
     steps = np.round(gains * 255).astype(np.uint8)
     return base64.b85encode(zlib.compress(steps.tobytes(), 9)).decode()
 

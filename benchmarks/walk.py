@@ -1,8 +1,7 @@
 """Files and types that a query, and a few documents, pass in this process, traced for benchmarks/house.py.
 
-The helpers of tests/ build the inputs: for the query a small index and a lookup table, as
-docs/architecture.md walks; for the documents a dataset and a document tower, which the jobs `encode` and
-`index` then read.
+The helpers of tests/ build the inputs: for the query a small index and a lookup table, like in
+docs/architecture.md; for the documents a dataset and a document tower for the jobs `encode` and `index`.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ PACKAGE = str(ROOT / "scalingnote") + "/"
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """Files whose functions were entered, and data types of objects that were made."""
+    """Files with functions that ran, and data types of objects that were made."""
 
     files: list[str]
     types: list[str]
@@ -44,7 +43,7 @@ def trace_query() -> Walk:
         with tracer.on():
             config = ServeConfig(allow_unauthenticated=True)
             client = gateway_here.Client(api.build(gateway_here.service(index, tower, config), config))
-            client.search(query=QUERY, k=5)  # what a first call opens and compiles is not counted
+            client.search(query=QUERY, k=5)  # objects that a first call opens and compiles are not counted
             tracer.counts = True
             answer = client.search(query=QUERY, k=5)
         client.close()
@@ -84,17 +83,17 @@ def trace_documents() -> Walk:
 
 
 class _Tracer:
-    """Notes calls and data types of scalingnote, in this thread and in those that it starts."""
+    """Recorder of calls and data types of scalingnote, in this thread and in threads that it starts."""
 
     def __init__(self, *, counts: bool = True) -> None:
-        self.counts = counts  # False: objects made until then are not counted later
+        self.counts = counts  # False: objects made now are not counted later
         self._files: set[str] = set()
         self._types: set[str] = set()
         self._earlier: dict[int, Any] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Trace for the length of a block."""
+        """Trace during a block."""
         threading.setprofile(self._note)
         sys.setprofile(self._note)
         try:
@@ -104,7 +103,7 @@ class _Tracer:
             threading.setprofile(None)
 
     def walk(self) -> Walk:
-        """Return what was noted."""
+        """Return the recorded files and types."""
         return Walk(sorted(self._files), sorted(self._types))
 
     def _note(self, frame: FrameType, event: str, returned: Any) -> None:

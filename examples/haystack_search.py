@@ -1,6 +1,6 @@
-"""Search texts of your own by a served model with Haystack, and the server's index: FILE [URL] [API_KEY].
+"""Search your texts with Haystack and a served model, then the server's index: FILE [URL] [API_KEY].
 
-Start a server that embeds documents, too:
+Start a server that also embeds documents:
 
     scalingnote serve --run runs/quickstart --set serve.deployments.document_tower.num_replicas=1
 """
@@ -22,7 +22,7 @@ TEXTS = ["joins arrays along a new axis", "parses a date from a string", "opens 
 
 
 def main(url: str = "http://localhost:8000", api_key: str | None = None) -> None:
-    """Print what both searches find."""
+    """Print the results of both searches."""
     key = Secret.from_token(api_key) if api_key else None  # Secret.from_env_var can be written to YAML
     store = InMemoryDocumentStore(embedding_similarity_function="cosine")
     embedder = ScalingNoteDocumentEmbedder(url, key)

@@ -1,6 +1,6 @@
-"""Search texts of your own by a served model with LangChain, and the server's index: FILE [URL] [API_KEY].
+"""Search your texts with LangChain and a served model, then the server's index: FILE [URL] [API_KEY].
 
-Start a server that embeds documents, too:
+Start a server that also embeds documents:
 
     scalingnote serve --run runs/quickstart --set serve.deployments.document_tower.num_replicas=1
 """
@@ -15,7 +15,7 @@ TEXTS = ["joins arrays along a new axis", "parses a date from a string", "opens 
 
 
 def main(url: str = "http://localhost:8000", api_key: str | None = None) -> None:
-    """Print what both searches find."""
+    """Print the results of both searches."""
     store = InMemoryVectorStore.from_texts(TEXTS, ScalingNoteEmbeddings(url, api_key=api_key))
     print("own texts:", store.similarity_search("concatenate arrays", k=1)[0].page_content)
     for document in ScalingNoteRetriever(url=url, k=3, api_key=api_key).invoke("concatenate arrays"):

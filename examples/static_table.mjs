@@ -2,7 +2,7 @@
 //   import { loadTable } from "./static_table.mjs";
 //   const table = await loadTable(async (name) => (await fetch(`/my-model/${name}`)).arrayBuffer());
 //   const vector = table.encode("how to parse a date");        // Float32Array of length 1
-// `read(name)` gives the bytes of a file of the published folder. Tokenizers: WordPiece of BERT's family.
+// `read(name)` returns the bytes of a file of the published folder. Tokenizers: WordPiece of BERT's family.
 
 const text = (bytes) => new TextDecoder().decode(bytes);
 
@@ -29,7 +29,7 @@ async function queryModules(json) {
   const routed = await json("router_config.json").then((router) => router.structure.query, () => null);
   const modules = routed ?? (await json("modules.json")).map((module) => module.path);
   const named = (kind) => modules.find((folder) => folder.includes(kind));
-  if (!named("StaticEmbedding")) throw new Error(`queries pass ${modules}, which is no table of tokens alone: distil with --student static`);
+  if (!named("StaticEmbedding")) throw new Error(`queries pass ${modules}, not only a table of tokens: distil with --student static`);
   return [named("StaticEmbedding"), named("Dense")];
 }
 
@@ -37,7 +37,7 @@ const linear = (vector, { shape: [out, size], data }, bias) =>
   Float32Array.from({ length: out }, (_, row) =>
     vector.reduce((sum, value, i) => sum + data[row * size + i] * value, bias ? bias.data[row] : 0));
 
-// Tensors of a safetensors file: float32 only, which the folder has.
+// Tensors of a safetensors file: only float32, the format of the folder.
 function tensors(buffer) {
   const start = 8 + Number(new DataView(buffer).getBigUint64(0, true));
   const header = JSON.parse(text(buffer.slice(8, start)));
@@ -69,8 +69,8 @@ function wordPiece(settings) {
   };
 }
 
-// Calls `onToken` and `onText` with the added tokens of a text and what is between them: the longest from the
-// left. One that must stand alone and does not is no token, but no other one begins inside it.
+// Calls `onToken` with the added tokens of a text (the longest from the left), `onText` with the texts between.
+// A token that must be a separate word, but is not, stays text, and no other token begins inside it.
 function addedTokens(tokens, form) {
   const known = new Map(tokens.map((token) => [form(token.content), token]));
   const longest = Math.max(0, ...[...known.keys()].map((content) => content.length));

@@ -1,4 +1,4 @@
-"""The arms of an experiment compared: `python jobs/experiment.py CONFIG...`."""
+"""Comparison of the arms of an experiment: `python jobs/experiment.py CONFIG...`."""
 
 from job import job
 

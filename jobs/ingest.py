@@ -1,4 +1,4 @@
-"""New documents: `python jobs/ingest.py FILE --run DIR`; every node must reach both."""
+"""New documents: `python jobs/ingest.py FILE --run DIR`; every node must have access to both."""
 
 from job import job
 

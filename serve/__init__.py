@@ -1,1 +1,1 @@
-"""What ``serve run`` and Serve's config files import from a checkout."""
+"""Imports for ``serve run`` and Serve's config files in a checkout."""

@@ -1,4 +1,4 @@
-"""The application as Ray Serve imports it: ``serve run serve.app:build run_dir=runs/quickstart``."""
+"""Application for Ray Serve: ``serve run serve.app:build run_dir=runs/quickstart``."""
 
 from scalingnote.serve.app import build
 

@@ -1,4 +1,4 @@
-"""The fuzzer of the service's OpenAPI, before an application with a fault of each kind."""
+"""The fuzzer of the service's OpenAPI, with an application that has a fault of each kind."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, StrictInt
 
 from benchmarks import api_fuzz
 
-# Hypothesis blames its example for what the server's thread draws meanwhile.
+# Hypothesis attributes the random numbers of the server's thread to its example.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"
 )
@@ -69,9 +69,9 @@ def described() -> dict[str, Any]:
 
 def test_each_kind_of_fault_is_counted_where_it_is(url: str):
     rows, faults = api_fuzz.fuzz(url, "a model", examples=3)
-    found = {(fault["metric"], fault["operation"]) for fault in faults}
-    assert "POST /right" not in {operation for _, operation in found}
-    assert found >= {
+    counted_faults = {(fault["metric"], fault["operation"]) for fault in faults}
+    assert "POST /right" not in {operation for _, operation in counted_faults}
+    assert counted_faults >= {
         ("server_errors", "POST /fails"),
         ("undocumented_statuses", "POST /fails"),
         ("undocumented_statuses", "POST /teapot"),

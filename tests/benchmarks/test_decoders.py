@@ -1,4 +1,4 @@
-"""Decoders pooled at their end token leave chance, as they do in plain lines; needs SmolLM2's package."""
+"""Decoders pooled at their end token are better than chance, like in plain lines; needs SmolLM2's package."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,14 +26,14 @@ def pairs() -> Pairs:
 
 @pytest.mark.timeout(1200)
 def test_a_decoder_pooled_at_its_last_state_learns_in_sixty_steps(pairs: Pairs, tmp_path: Path):
-    found: Figures = decoders.ours(pairs, tmp_path, read="whole", layers=smollm.LAYERS, steps=60)
-    assert found["loss at end"] <= 1.0  # chance: ln 16 = 2.77
-    assert found["dense R@10"] >= 0.8
+    figures: Figures = decoders.ours(pairs, tmp_path, read="whole", layers=smollm.LAYERS, steps=60)
+    assert figures["loss at end"] <= 1.0  # chance: ln 16 = 2.77
+    assert figures["dense R@10"] >= 0.8
 
 
 @pytest.mark.timeout(3000)
 def test_lightretriever_learns_its_whole_objective_in_150_steps(pairs: Pairs, tmp_path: Path):
-    found = decoders.lightretriever(pairs, tmp_path, layers=smollm.LAYERS, steps=decoders.ALL_LOSSES_STEPS)
-    dense, sparse, hybrid = (found[f"{half} R@10"] for half in ("dense", "sparse", "hybrid"))
+    figures = decoders.lightretriever(pairs, tmp_path, layers=smollm.LAYERS, steps=decoders.ALL_LOSSES_STEPS)
+    dense, sparse, hybrid = (figures[f"{half} R@10"] for half in ("dense", "sparse", "hybrid"))
     assert dense >= 0.8
     assert hybrid >= max(dense, sparse) - 0.02

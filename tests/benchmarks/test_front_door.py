@@ -1,4 +1,4 @@
-"""What the front-door benchmark computes: the field's measures, and hybrids that lie between their sides."""
+"""Computations of the front-door benchmark: standard measures, and hybrids between their two sides."""
 
 import json
 import math
@@ -21,11 +21,11 @@ def test_ndcg_and_recall_are_trec_evals():
     ranking = front_door.ranked(scores)
     qrels = {f"q{q}": {f"d{d}": int(g) for d, g in enumerate(row) if g} for q, row in enumerate(gains)}
     run = {f"q{q}": {f"d{d}": float(s) for d, s in enumerate(row)} for q, row in enumerate(scores)}
-    found = ir_measures.calc_aggregate([ir_measures.nDCG @ 10, ir_measures.R @ 100], qrels, run)
+    measures = ir_measures.calc_aggregate([ir_measures.nDCG @ 10, ir_measures.R @ 100], qrels, run)
     np.testing.assert_allclose(
-        front_door.ndcg(ranking, gains).mean(), found[ir_measures.nDCG @ 10], rtol=1e-6
+        front_door.ndcg(ranking, gains).mean(), measures[ir_measures.nDCG @ 10], rtol=1e-6
     )
-    np.testing.assert_allclose(front_door.recall(ranking, gains), found[ir_measures.R @ 100], rtol=1e-6)
+    np.testing.assert_allclose(front_door.recall(ranking, gains), measures[ir_measures.R @ 100], rtol=1e-6)
 
 
 def test_a_hybrid_of_weight_one_orders_as_its_dense_side_does():
@@ -45,7 +45,9 @@ def test_the_queries_in_most_doubt_get_the_teachers_order(monkeypatch):
     student = np.float32([[2, 1], [2, 1], [1, 2], [1, 2]])  # right about the last two queries
     teacher = np.float32([[1, 2], [1, 2], [2, 1], [1, 2]])  # right about all but the third
     second = 1 / np.log2(3)  # nDCG of a relevant document at the second place
-    found = {row["share"]: row["nDCG@10"] for row in front_door.escalated("x", 0, pool, student, teacher)}
+    ndcg_by_share = {
+        row["share"]: row["nDCG@10"] for row in front_door.escalated("x", 0, pool, student, teacher)
+    }
     expected = {
         0.0: (2 + 2 * second) / 4,
         0.3: (3 + second) / 4,
@@ -53,11 +55,11 @@ def test_the_queries_in_most_doubt_get_the_teachers_order(monkeypatch):
         1.0: (3 + second) / 4,
     }
     for share, value in expected.items():
-        assert abs(found[share] - value) < 1e-4
+        assert abs(ndcg_by_share[share] - value) < 1e-4
 
 
 def test_bm25_is_as_good_as_the_library_that_it_is_compared_with():
-    """Words of the same stems have the same scores, so both order the documents alike."""
+    """Words of the same stems have the same scores, so both give the same order of documents."""
     corpus = ["how to install a key", "installing of the keys, keys", "of the to", "weights of a planet"]
     queries = ["installed keys", "what is the weight of planets"]
     lexical = front_door.BM25.build(corpus, language="english")
@@ -69,18 +71,18 @@ def test_bm25_is_as_good_as_the_library_that_it_is_compared_with():
 
 def test_what_distill_expects_is_what_was_measured():
     file = Path(front_door.__file__).parents[1] / "docs/results/front_door.json"
-    found = {
+    certificate = {
         name.removeprefix("certificate_"): value
         for name, value in json.loads(file.read_text())["metrics"].items()
         if name.startswith("certificate_")
     }
-    assert found["start"] == pytest.approx(agreement.KEPT_START, abs=5e-4)
-    assert found["per_overlap"] == pytest.approx(agreement.KEPT_PER_OVERLAP, abs=5e-4)
-    assert math.ceil(100 * found["error_max"]) / 100 == agreement.KEPT_ERROR
-    assert (found["overlap_min"], found["overlap_max"]) == pytest.approx(
+    assert certificate["start"] == pytest.approx(agreement.KEPT_START, abs=5e-4)
+    assert certificate["per_overlap"] == pytest.approx(agreement.KEPT_PER_OVERLAP, abs=5e-4)
+    assert math.ceil(100 * certificate["error_max"]) / 100 == agreement.KEPT_ERROR
+    assert (certificate["overlap_min"], certificate["overlap_max"]) == pytest.approx(
         agreement.MEASURED_OVERLAPS, abs=5e-3
     )
-    assert found["sets"] == agreement.MEASURED_COLLECTIONS
+    assert certificate["sets"] == agreement.MEASURED_COLLECTIONS
 
 
 def test_a_certificate_is_a_line_and_its_error_on_a_set_that_it_leaves_out():
@@ -92,8 +94,8 @@ def test_a_certificate_is_a_line_and_its_error_on_a_set_that_it_leaves_out():
     ]
     rows.append({"set": "set 0.5", "method": "bm25", "kept": 0.1, "overlap@10": ""})
     assert front_door.certificate(rows[:4]) == {}
-    found = front_door.certificate(rows)
-    assert found == {
+    metrics = front_door.certificate(rows)
+    assert metrics == {
         "certificate_start": 0.2,
         "certificate_per_overlap": 1.0,
         "certificate_error_max": 0.0,
@@ -101,7 +103,7 @@ def test_a_certificate_is_a_line_and_its_error_on_a_set_that_it_leaves_out():
         "certificate_overlap_max": 0.8,
         "certificate_sets": 4,
     }
-    for row in rows[6:8]:  # the line through the other three says 1.0
+    for row in rows[6:8]:  # the line through the other three predicts 1.0
         row["kept"] -= 0.3
     assert front_door.certificate(rows)["certificate_error_max"] == pytest.approx(0.3)
 

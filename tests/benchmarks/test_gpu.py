@@ -1,4 +1,4 @@
-"""The GPU benchmark on a CPU: one measurement that fails does not cost the others."""
+"""The GPU benchmark on a CPU: a failed measurement does not affect the others."""
 
 import json
 import sys
@@ -35,11 +35,11 @@ def test_each_measurement_is_saved_as_it_ends_and_may_fail_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     saved = tmp_path / "gpu.json"
-    seen: list[list[str]] = []
+    problems: list[list[str]] = []
     row = {"work": "encode", "rows": "packed", "tokens/s": 5.0, "MFU": 0.5, "peak GB": 1.0, "error": ""}
 
     def measured(name: str, *_: Any) -> tuple[list[gpu.Figures], str]:
-        seen.append(list(json.loads(saved.read_text())["problems"]) if saved.exists() else [])
+        problems.append(list(json.loads(saved.read_text())["problems"]) if saved.exists() else [])
         return ([], "exit code 1: no kernel") if name == "engines" else ([row], "")
 
     monkeypatch.setattr(gpu, "_in_process", measured)
@@ -47,11 +47,11 @@ def test_each_measurement_is_saved_as_it_ends_and_may_fail_alone(
     monkeypatch.setattr(gpu, "OTHERS", {"engines": lambda _: {}, "queries": lambda _: {"queries": 1.0}})
     monkeypatch.setattr(sys, "argv", ["gpu", *words, "8"])
     gpu.main()
-    found = json.loads(saved.read_text())
-    assert seen == [[], ["engines"], ["engines"]]
-    assert found["problems"] == {"engines": "exit code 1: no kernel"}
-    assert found["metrics"]["encode_packed_mfu"] == 0.5
-    assert found["metrics"]["queries"] == 1.0
+    report = json.loads(saved.read_text())
+    assert problems == [[], ["engines"], ["engines"]]
+    assert report["problems"] == {"engines": "exit code 1: no kernel"}
+    assert report["metrics"]["encode_packed_mfu"] == 0.5
+    assert report["metrics"]["queries"] == 1.0
     monkeypatch.setattr(sys, "argv", ["gpu", *words, "0.1"])
     gpu.main()
     assert set(json.loads(saved.read_text())["problems"].values()) == {"no time was left"}

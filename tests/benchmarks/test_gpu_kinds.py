@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:
-    """Batches that a CPU has done in no time."""
+    """Use batches that a CPU processes in a short time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "STUDENT_ROWS", 2)
         patch.setattr(gpu_queries, "BATCHES", (1, 4, 8))
@@ -34,7 +34,7 @@ def test_every_kind_of_work_is_measured_and_the_plain_ones_padded_too(figures: l
     kinds = [(row["work"], row["rows"]) for row in figures]
     assert {work for work, rows in kinds if rows == "padded"} == {"encode", "train lora", "train full"}
     assert {work for work, rows in kinds if rows == "packed"} == set(gpu.kinds(torch.device("cpu")))
-    assert kinds[:2] == [("encode", "packed"), ("encode", "padded")]  # what matters most comes first
+    assert kinds[:2] == [("encode", "packed"), ("encode", "padded")]  # the most important first
     assert all(row["tokens/s"] > 0 and row["MFU"] > 0 and row["estimate GB"] > 0 for row in figures)
 
 
@@ -89,8 +89,8 @@ def test_the_dry_run_measures_in_processes_and_writes_what_they_found(monkeypatc
     monkeypatch.setattr(sys, "argv", ["gpu", *words, "--json", str(tmp_path / "gpu.json")])
     monkeypatch.setenv("PYTHONPATH", str(Path(gpu.__file__).parents[1]))
     gpu.main()
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["problems"] == {}
-    assert found["metrics"]["encode_packed_tokens_per_s"] > 0
-    assert found["engines"][0]["tokens/s"] > 0
-    assert len(found["towers"]) == 1
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["problems"] == {}
+    assert report["metrics"]["encode_packed_tokens_per_s"] > 0
+    assert report["engines"][0]["tokens/s"] > 0
+    assert len(report["towers"]) == 1

@@ -1,4 +1,4 @@
-"""The benchmark of published models at a tiny size: equal embeddings, and both sides timed."""
+"""The benchmark of published models at a tiny size: equal embeddings, and times of both sides."""
 
 from pathlib import Path
 

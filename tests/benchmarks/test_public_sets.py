@@ -1,4 +1,4 @@
-"""Public sets in our columns: numbers of rows on the real files, splits without a shared group, downloads."""
+"""Public sets in our columns: numbers of rows of the real files, splits without a common group, downloads."""
 
 import hashlib
 import os
@@ -37,21 +37,21 @@ def test_rows_of_the_real_files(name, real, tmp_path):
     documents, queries, sample = REAL[name]
     artifact = run(columns_config(name, click_model=None), output=str(tmp_path / "out"))
     assert (artifact.counts["documents"], artifact.counts["queries"]) == (documents, queries)
-    table, asked = artifact.table("documents"), artifact.table("queries").to_pylist()
-    assert sample in {row["query"] for row in asked}
-    split = {row["query_id"]: row for row in asked}
+    table, query_rows = artifact.table("documents"), artifact.table("queries").to_pylist()
+    assert sample in {row["query"] for row in query_rows}
+    split = {row["query_id"]: row for row in query_rows}
     group, title = (
         dict(zip(table["doc_id"].to_pylist(), table[column].to_pylist(), strict=True))
         for column in ("group", "title")
     )
-    touched, same = {"train": set(), "test": set()}, 0
+    groups_of_split, equal_titles = {"train": set(), "test": set()}, 0
     for row in artifact.table("qrels").to_pylist():
         if row["relevance"] > 0:
-            touched[split[row["query_id"]]["split"]].add(group[row["doc_id"]])
-            same += split[row["query_id"]]["query"] == title[row["doc_id"]]
-    assert touched["train"]
-    assert not touched["train"] & touched["test"]
-    assert same <= 0.02 * queries  # a title that is the query would make the task void
+            groups_of_split[split[row["query_id"]]["split"]].add(group[row["doc_id"]])
+            equal_titles += split[row["query_id"]]["query"] == title[row["doc_id"]]
+    assert groups_of_split["train"]
+    assert not groups_of_split["train"] & groups_of_split["test"]
+    assert equal_titles <= 0.02 * queries  # with the query as title the task would be trivial
 
 
 def test_every_set_has_a_quickstart_that_reads_it(tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_downloads_name_a_commit_and_are_checked(tmp_path):
     for each in SETS.values():
         for folder, files in each.downloads.items():
             assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}(/[\w.-]+)*", folder)
-            # GitHub packs an archive of a commit anew each time.
+            # GitHub builds the archive of a commit for each request.
             assert all(re.fullmatch("[0-9a-f]{64}", sha or "") or f == ARCHIVE for f, sha in files.items())
     (tmp_path / "source").write_bytes(b"hello")
     url, good = (tmp_path / "source").as_uri(), hashlib.sha256(b"hello").hexdigest()
@@ -86,6 +86,6 @@ def test_html():
 
 
 def columns_config(name: str, **settings: Any) -> Columns:
-    """The set as a source of its tables."""
+    """Return the config of a set as a source of tables."""
     files = {path.stem: {"path": str(path)} for path in sorted(prepare(name).glob("*.jsonl"))}
     return Columns.model_validate({"name": "columns", **files, **settings})

@@ -1,4 +1,4 @@
-"""Trials of the papers' claims: their configs, how they are named, and what the tables say of them."""
+"""Trials of the papers' claims: their configs, their labels, and the tables of their results."""
 
 import json
 from argparse import Namespace
@@ -28,7 +28,7 @@ def every(*datasets: str) -> list[Trial]:
 
 
 def side(quality: float) -> Side:
-    """Every query nearly as lucky as in every other side: of equal differences a t-test says nothing."""
+    """Return a side with nearly equal luck per query in all sides: a t-test needs unequal differences."""
     gains = np.clip(quality + 0.2 * (LUCK - 0.5), 0, 1)
     measures = dict.fromkeys(("nDCG@10", "R@10", "R@100"), float(gains.mean()))
     noise = RNG.normal(scale=0.01, size=len(gains))
@@ -74,11 +74,11 @@ def test_a_decoder_is_pooled_at_its_end_token_in_every_trial():
 
 
 def test_the_first_seed_of_every_method_comes_before_any_second():
-    wanted = every("medquad", "scifact")
-    assert len(wanted) == len({one.key for one in wanted})
-    assert [one.seed for one in wanted] == sorted(one.seed for one in wanted)
-    assert {one.seed for one in wanted if one.dataset == "scifact"} == {0}
-    assert wanted[0].method == wanted[1].method == "methods/scalingdual"
+    trials = every("medquad", "scifact")
+    assert len(trials) == len({one.key for one in trials})
+    assert [one.seed for one in trials] == sorted(one.seed for one in trials)
+    assert {one.seed for one in trials if one.dataset == "scifact"} == {0}
+    assert trials[0].method == trials[1].method == "methods/scalingdual"
 
 
 def test_a_side_is_called_by_its_model_and_whether_it_was_trained():
@@ -90,7 +90,7 @@ def test_a_side_is_called_by_its_model_and_whether_it_was_trained():
     assert reproduce.label(one, "published") == "published, MiniLM"
 
 
-def test_an_order_holds_is_reversed_or_is_not_metrics():
+def test_an_order_holds_is_reversed_or_is_not_significant():
     sides = found(
         ("smollm", "methods/scalingdual", True, {"scalingdual": side(0.7), "scalingdual + bm25": side(0.8)}),
         ("smollm", "methods/scalingdoc", True, {"scalingdoc": side(0.5)}),
@@ -115,17 +115,17 @@ def test_an_order_holds_is_reversed_or_is_not_metrics():
 
 def test_a_pair_with_all_layers_counts_in_place_of_the_same_pair_with_few():
     dense, both = "methods/lightretriever-dense", "ablations/lightretriever-light-both"
-    named = {dense: "lightretriever-dense", both: "lightretriever-light-both"}
+    names = {dense: "lightretriever-dense", both: "lightretriever-light-both"}
     few = [
-        ("smollm", dense, True, {named[dense]: side(0.4)}),
-        ("smollm", both, True, {named[both]: side(0.6)}),
+        ("smollm", dense, True, {names[dense]: side(0.4)}),
+        ("smollm", both, True, {names[both]: side(0.6)}),
     ]
-    deep = ("smollm-30", dense, True, {named[dense]: side(0.7)})
+    deep = ("smollm-30", dense, True, {names[dense]: side(0.7)})
     (row,) = reproduce.orders(found(*few, deep))  # one side of the pair is missing
-    assert (row["said to be better"], row["holds"]) == (named[dense], "reversed")
-    (row,) = reproduce.orders(found(*few, deep, ("smollm-30", both, True, {named[both]: side(0.5)})))
-    assert (row["said to be better"], row["holds"]) == (f"{named[dense]}, 30 layers", "yes")
-    assert row["than"] == f"{named[both]}, 30 layers"
+    assert (row["said to be better"], row["holds"]) == (names[dense], "reversed")
+    (row,) = reproduce.orders(found(*few, deep, ("smollm-30", both, True, {names[both]: side(0.5)})))
+    assert (row["said to be better"], row["holds"]) == (f"{names[dense]}, 30 layers", "yes")
+    assert row["than"] == f"{names[both]}, 30 layers"
 
 
 def test_the_better_side_of_a_deep_pair_has_no_more_steps():

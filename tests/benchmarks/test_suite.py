@@ -17,7 +17,7 @@ WRITES = "import json, sys; json.dump({'metrics': {}}, open(sys.argv[1], 'w'))"
 
 @pytest.fixture
 def run_as(monkeypatch: pytest.MonkeyPatch):
-    """Programs in place of benchmarks of these names; each gets the path of its result."""
+    """Return a function that replaces benchmarks by programs; each gets the path of its result."""
 
     def put(**programs: str) -> None:
         def commands(name: str, result: Path, shared: Path) -> list[list[str]]:
@@ -61,7 +61,7 @@ def test_every_argument_of_the_suite_is_an_option_of_its_benchmark(name: str):
 def test_a_result_names_its_command(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["x", "--rounds", "2", "--json", "x.json", "--set", "a.b=1"])
     report.write(tmp_path / "r.json", metrics={})
-    assert json.loads((tmp_path / "r.json").read_text())["command"] is None  # a test is no benchmark
+    assert json.loads((tmp_path / "r.json").read_text())["command"] is None  # a test is not a benchmark
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="benchmarks.index"))
     report.write(tmp_path / "r.json", metrics={})
     command = "python -m benchmarks.index --rounds 2 --set a.b=1"
@@ -95,10 +95,10 @@ def test_a_comparison_shows_medians_ranges_and_the_change(tmp_path: Path, monkey
     (tmp_path / "old" / "y.json").write_text(json.dumps(run(rate=1)))
     monkeypatch.setattr("sys.argv", ["compare", str(tmp_path / "old"), str(tmp_path / "new")])
     compare.main()
-    shown = capsys.readouterr().out
-    assert "-49.5%" in shown
-    assert "same" not in shown
-    assert f"not in {tmp_path / 'new'}: y" in shown
+    output = capsys.readouterr().out
+    assert "-49.5%" in output
+    assert "same" not in output
+    assert f"not in {tmp_path / 'new'}: y" in output
 
 
 def test_the_committed_pages_are_what_the_results_give():
@@ -134,12 +134,14 @@ def test_a_number_is_never_rounded_over_its_bar():
 
 def test_a_table_of_a_page_is_renewed_by_its_keys(tmp_path: Path, monkeypatch):
     rows = [{"data": "medquad", "R@50": 0.5}, {"data": "medquad", "R@50": 1.0}]
-    marked = "before\n<!-- table one.json: tables / all -->\n{}\n<!-- end of table -->\nafter\n"
+    template = "before\n<!-- table one.json: tables / all -->\n{}\n<!-- end of table -->\nafter\n"
     page = tmp_path / "page.md"
-    page.write_text(marked.format("| old |"))
+    page.write_text(template.format("| old |"))
     monkeypatch.setattr(performance, "DOCS", tmp_path)
     ((path, text),) = performance.pages({"one": {"tables": {"all": rows}}})
-    new = marked.format("\n| data    | R@50 |\n| :------ | ---: |\n| medquad |  0.5 |\n|         |    1 |\n")
+    new = template.format(
+        "\n| data    | R@50 |\n| :------ | ---: |\n| medquad |  0.5 |\n|         |    1 |\n"
+    )
     assert (path, text) == (page, new)
     assert [text for _, text in performance.pages({})] == [page.read_text()]
     with pytest.raises(SystemExit, match=r"one\.json has no 'all'"):

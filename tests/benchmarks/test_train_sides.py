@@ -17,10 +17,10 @@ def test_both_sides_compute_one_loss(tmp_path: Path, architecture: str):
         Setting("sentence-transformers", 6, chunks=(4, 4)),
         Setting("sentence-transformers", 6, budget=40),
     ]
-    found = measure_in_turns(str(tmp_path), SIZE, settings, steps=1)
-    losses = [figures["loss"] for figures in found]
+    measurements = measure_in_turns(str(tmp_path), SIZE, settings, steps=1)
+    losses = [figures["loss"] for figures in measurements]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
-    assert all(figures["cpu s"][0] > 0 for figures in found)
+    assert all(figures["cpu s"][0] > 0 for figures in measurements)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -10,9 +10,9 @@ from scalingnote.core.errors import DataError
 ONE = Trial("medquad", "scratch", "methods/scalingdual", 0, 10)
 
 
-def outcome(trial: Trial, found: list[float], *, name: str = "scalingdual") -> Outcome:
-    measures = dict.fromkeys((*distillation.SHOWN, "MRR@10"), float(np.mean(found)))
-    return Outcome(trial, {name: Side(measures, np.array(found), 123.0)}, 2.0)
+def outcome(trial: Trial, success: list[float], *, name: str = "scalingdual") -> Outcome:
+    measures = dict.fromkeys((*distillation.SHOWN, "MRR@10"), float(np.mean(success)))
+    return Outcome(trial, {name: Side(measures, np.array(success), 123.0)}, 2.0)
 
 
 def test_a_line_holds_the_whole_outcome(tmp_path: Path):
@@ -20,11 +20,11 @@ def test_a_line_holds_the_whole_outcome(tmp_path: Path):
     side = Side({"R@50": 0.6, "MRR@10": 0.5}, success, 123.0, gains)
     path = tmp_path / "trials.jsonl"
     path.write_text(trials._line(Outcome(ONE, {"scalingdual": side}, 2.0)), encoding="utf-8")
-    (again,) = trials.read(path)
-    found = again.sides["scalingdual"]
-    assert (again.trial, found.measures) == (ONE, side.measures)
-    np.testing.assert_array_equal(found.success, success)
-    np.testing.assert_allclose(found.gains, gains, atol=0.5 / 255)
+    (outcome_read,) = trials.read(path)
+    restored = outcome_read.sides["scalingdual"]
+    assert (outcome_read.trial, restored.measures) == (ONE, side.measures)
+    np.testing.assert_array_equal(restored.success, success)
+    np.testing.assert_allclose(restored.gains, gains, atol=0.5 / 255)
 
 
 @pytest.mark.parametrize("fault", [DataError("nothing to learn from"), RuntimeError("Ray did not start")])
@@ -41,25 +41,25 @@ def test_only_unfinished_trials_run_and_a_failure_leaves_no_line(
 
     monkeypatch.setattr(trials, "run", run)
     monkeypatch.setenv("SCALINGNOTE_PRECISION", "float32")
-    wanted = [Trial("medquad", "scratch", "methods/scalingdual", seed, 10) for seed in range(4)]
+    all_trials = [Trial("medquad", "scratch", "methods/scalingdual", seed, 10) for seed in range(4)]
     path = tmp_path / "trials.jsonl"
     options = trials.trial_parser(None, datasets=[]).parse_args(["--trials", str(path), "--finished"])
     with pytest.raises(SystemExit, match="none of 4 trials"):
-        trials.run_given(wanted, options)
-    path.write_text(trials._line(outcome(wanted[1], [1.0, 1.0])), encoding="utf-8")
+        trials.run_given(all_trials, options)
+    path.write_text(trials._line(outcome(all_trials[1], [1.0, 1.0])), encoding="utf-8")
     options.finished = False
-    there = trials.run_given(wanted, options)
-    assert started == [wanted[0], wanted[2], wanted[3]]
-    assert [one.trial for one in there] == [wanted[0], wanted[1], wanted[3]]
+    outcomes = trials.run_given(all_trials, options)
+    assert started == [all_trials[0], all_trials[2], all_trials[3]]
+    assert [one.trial for one in outcomes] == [all_trials[0], all_trials[1], all_trials[3]]
     with pytest.raises(SystemExit, match="1 of 4 trials failed"):
-        trials.require(wanted, there, options)
+        trials.require(all_trials, outcomes, options)
 
 
 def test_a_row_without_a_seed_of_the_teachers_has_no_share_of_it():
     other = Trial("medquad", "scratch", "methods/x", 1, 10)
     rows = distillation.rows([outcome(ONE, [1.0, 0.0]), outcome(other, [1.0, 1.0], name="scalingnote-1l")])
-    shown = {line["query side"]: line for line in distillation.table(rows)}
-    assert (shown["scalingnote-1l"]["of the teacher's R@50"], shown["scalingnote-1l"]["p"]) == ("-", "-")
+    lines = {line["query side"]: line for line in distillation.table(rows)}
+    assert (lines["scalingnote-1l"]["of the teacher's R@50"], lines["scalingnote-1l"]["p"]) == ("-", "-")
     assert distillation.metrics({"medquad": rows}) == {}
 
 
@@ -81,8 +81,8 @@ def test_the_table_compares_with_the_teacher_over_all_seeds():
     seeds = [Trial("medquad", "scratch", "methods/scalingdual", seed, 10) for seed in range(2)]
     teacher = [outcome(trial, [1.0] * 9 + [0.0]) for trial in seeds]
     students = [
-        outcome(Trial("medquad", "scratch", "methods/x", trial.seed, 10), found, name="scalingnote-1l")
-        for trial, found in zip(seeds, ([1.0] * 8 + [0.0] * 2, [1.0] * 7 + [0.0] * 3), strict=True)
+        outcome(Trial("medquad", "scratch", "methods/x", trial.seed, 10), success, name="scalingnote-1l")
+        for trial, success in zip(seeds, ([1.0] * 8 + [0.0] * 2, [1.0] * 7 + [0.0] * 3), strict=True)
     ]
     rows = distillation.rows([*teacher, *students])
     first, second = distillation.table(rows)
@@ -99,17 +99,17 @@ def test_the_table_compares_with_the_teacher_over_all_seeds():
 
 def test_committed_trials_can_be_read():
     file = Path("docs/results/trials.jsonl")
-    found = [one.trial for one in trials.read(file)]
-    for dataset, method in {(one.dataset, one.method) for one in found}:
+    committed = [one.trial for one in trials.read(file)]
+    for dataset, method in {(one.dataset, one.method) for one in committed}:
         trial.unchanged(dataset, method)
-    assert len(set(found)) == len(found)
+    assert len(set(committed)) == len(committed)
 
 
 def test_trials_of_several_machines_name_them_all():
     trial = Trial("medquad", "scratch", "methods/twinbert", 0, 9)
-    ran = [
+    outcomes = [
         Outcome(trial, {}, environment={"processor": processor, "cpus": 2})
         for processor in ("one", "other", "one")
     ]
-    assert trials.trial_machines(ran) == {"processor": "one, other", "cpus": 2}
+    assert trials.trial_machines(outcomes) == {"processor": "one, other", "cpus": 2}
     assert trials.trial_machines([]) == {}
