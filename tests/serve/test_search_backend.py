@@ -113,7 +113,7 @@ def test_lists_of_the_own_index_cannot_be_chosen(database: tuple[Any, ...]) -> N
     name, client, _, _ = database
     answer = client.search(query="bakoli", nprobe=3)
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid")
-    assert f"search.ef is what {name} has" in answer.json()["error"]["message"]
+    assert f"set search.ef for {name}" in answer.json()["error"]["message"]
 
 
 def test_a_database_that_fails_is_unavailable_until_it_answers(
