@@ -523,7 +523,7 @@ class Searcher:
         dense: Float[ndarray, "queries k"],
         sparse: Float[ndarray, "queries k"] | None,
     ) -> list[Candidates]:
-        """Build the candidates of each query, without rows of -1; those of live shards get their documents."""
+        """Build the candidates of each query without rows of -1; those of live shards get their documents."""
         shards, inside = view.place(rows)
         ids, dense, lookup = candidate_ids(shards, inside), dense.astype(np.float32, copy=False), view.lookup
         answers = []

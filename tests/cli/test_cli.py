@@ -204,7 +204,7 @@ def test_doctor_stops_at_a_package_that_is_too_old(monkeypatch, capsys):
         "importlib.metadata.version", lambda name: "1.0" if name == "pydantic" else real(name)
     )
     stops = [finding for finding in doctor.examine() if finding.level == "stops"]
-    assert [finding.found for finding in stops] == ["pydantic is 1.0, wanted >=2.14"]
+    assert [finding.found for finding in stops] == ["pydantic is 1.0, required >=2.14"]
     assert "pip install 'pydantic>=2.14'" in stops[0].remedy
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("1 findings stop a run\n")

@@ -208,7 +208,7 @@ def test_from_the_command_line(run, tmp_path, monkeypatch, capsys):
     words = ["ingest", str(tmp_path / "new.jsonl"), "--run", str(tmp_path)]
     assert main([*words, "--title-column", "name", "--set", "resources.workers=1"]) == 0
     assert "3 documents, 0 set aside" in capsys.readouterr().out
-    for wrong, message in (("title", "not of the form ours=theirs"), ("title=name", "give --id-column")):
+    for wrong, message in (("title", "give OURS=THEIRS"), ("title=name", "give --id-column")):
         assert main([*words, "--column", wrong]) == 2
         assert message in capsys.readouterr().err
 
