@@ -82,7 +82,7 @@ def test_the_plan_says_what_is_there_and_starts_nothing(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     rows = dict([cell.strip() for cell in line.split("|")[1:3]] for line in lines if "|" in line)
     assert rows["documents"] == "96"
-    assert rows["stages that are there"] == "prepare"
+    assert rows["finished stages"] == "prepare"
     assert rows["stages to run"] == "adopt, encode, quantize, index"
     tokens = open_artifact(only(run_dir, "encode"), kind="embeddings").manifest.info["encoding"]["tokens"]
     assert rows["tokens of them, as the old model reads them"] == f"{int(tokens):,}"
@@ -179,7 +179,7 @@ def test_a_config_is_laid_over_what_both_runs_share(run, tmp_path):
     assert begun.after.quantize != begun.before.quantize  # the file's run is a whole one
     assert begun.after.run_dir == run_dir
     file.write_text(yaml.safe_dump({"adopt": {"path": other}, "dataset": {"documents_per_part": 8}}))
-    with pytest.raises(ConfigError, match="is of other documents than the run in"):
+    with pytest.raises(ConfigError, match="has other documents than the run in"):
         migration.begin(run_dir, str(file))
 
 

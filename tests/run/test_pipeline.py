@@ -81,7 +81,7 @@ def test_a_cross_encoder_takes_stage_ones_place():
 def test_a_token_wise_tower_is_no_teacher():
     lightretriever = [CONFIG, CONFIGS / "methods/lightretriever.yaml"]
     assert load(RunConfig, lightretriever).distill is None
-    with pytest.raises(ConfigError, match="is no teacher: set distill to null"):
+    with pytest.raises(ConfigError, match="cannot teach: set distill to null"):
         load(RunConfig, lightretriever, ["distill.epochs=1"])
 
 

@@ -190,8 +190,11 @@ def test_another_version_is_searched_in_its_own_collection(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"live": {"folder": "live"}}, r"can be used with live: documents are written to the own index only"),
-        ({"mapped": True}, "mapped: only the own index has files"),
+        (
+            {"live": {"folder": "live"}},
+            r"can be used with live: documents are written only to files of an index",
+        ),
+        ({"mapped": True}, "mapped: a database has no files"),
         ({"canary": 0.1, "search": {"backend": "milvus", "url": "m.db"}}, "canary needs an exact search"),
         (
             {"split": {"arms": [{"name": "a", "share": 1, "index": "elsewhere"}]}},
