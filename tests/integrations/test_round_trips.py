@@ -172,7 +172,7 @@ def test_a_cache_that_mixes_sides_is_refused():
 
     from scalingnote.integrations.llama_index import ScalingNoteEmbedding
 
-    with pytest.raises(ConfigError, match="embeddings_cache has one embedding a text"):
+    with pytest.raises(ConfigError, match="embeddings_cache has one embedding per text"):
         ScalingNoteEmbedding(URL, embeddings_cache=SimpleKVStore())
 
 
@@ -269,7 +269,7 @@ def test_what_is_no_address_is_refused_when_a_class_is_made(wrong):
         llama_index.ScalingNoteEmbedding,
         llama_index.ScalingNoteRetriever,
     ):
-        with pytest.raises(SearchError, match="is no address of a server"):
+        with pytest.raises(SearchError, match="is not the address of a server"):
             make(wrong)
 
 
