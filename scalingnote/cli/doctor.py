@@ -18,7 +18,7 @@ import psutil
 from scalingnote.core import GIB
 
 PYTHON = (3, 11)
-EXTRAS = ("common", "offline", "online")  # what `scalingnote[cpu]` adds to the core
+EXTRAS = ("common", "offline", "online")  # of `scalingnote[cpu]`, in addition to the core
 
 
 Level = Literal["ok", "warn", "stops"]

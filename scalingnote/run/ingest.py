@@ -5,7 +5,7 @@
     mappings (JSON) ─► documents ─► final embeddings ─► rows of the document store, vectors
     file ─► dataset of new documents ─DocumentFlow, part by part─► ready/part-*.parquet, rejected.parquet
 
-So a document that is encoded alone gets the same result as in the corpus.
+So a document that is encoded by itself gets the same result as in the corpus.
 """
 
 import hashlib

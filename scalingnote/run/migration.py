@@ -180,7 +180,7 @@ def plan(migration: Migration) -> ReportTable:
     size = sum(part.bytes for artifact in built for part in artifact.manifest.parts.values())
     rows = [
         ["documents", f"{documents:,}"],
-        ["tokens of them, as the old model reads them", f"{tokens:,}" if tokens else "not known"],
+        ["their tokens, by the old model", f"{tokens:,}" if tokens else "not known"],
         ["finished stages", ", ".join(name for name in names if name in after) or "none"],
         ["stages to run", ", ".join(missing) or "none"],
         ["time on the same machines, about", "not known" if seconds is None else _duration(seconds)],
@@ -271,4 +271,4 @@ def _queries(config: RunConfig) -> tuple[str, list[str]]:
         pipeline.locate(config, "pseudo_queries").table("queries", ["query", "split"]).to_pylist()
     )
     held_out = [row["query"] for row in pseudo_queries if row["split"] != "train"]
-    return "the pseudo-queries held out", held_out[: pair_comparison.MAX_COMPARED_QUERIES]
+    return "the held-out pseudo-queries", held_out[: pair_comparison.MAX_COMPARED_QUERIES]

@@ -119,7 +119,7 @@ def teacher(config: RunConfig) -> Artifact:
             "this run has no student that searches the embeddings of its teacher: do not escalate"
         )
     if config.cross_encoder is not None:
-        raise ConfigError("a cross-encoder cannot encode a query alone: do not escalate")
+        raise ConfigError("a cross-encoder cannot encode a query without a document: do not escalate")
     _require_tower(config)
     return locate(config, "dual_encoder")
 

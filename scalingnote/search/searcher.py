@@ -1,6 +1,6 @@
 """Searchers: the best documents of an index for query embeddings, or for embeddings and terms together.
 
-    queries ─► rows of the shards held ─scan─► Candidates ─rank─► Results, best first
+    queries ─► rows of its shards ─scan─► Candidates ─rank─► Results, best first
 
 A searcher holds all shards of an index or some of them. :meth:`Searcher.find` returns the candidates of its
 shards, and :func:`rank` ranks those of one or several searchers. :class:`Searcher` opens a built index;

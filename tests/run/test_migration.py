@@ -85,7 +85,7 @@ def test_the_plan_lists_finished_stages_and_starts_nothing(run, capsys):
     assert rows["finished stages"] == "prepare"
     assert rows["stages to run"] == "adopt, encode, quantize, index"
     tokens = open_artifact(only(run_dir, "encode"), kind="embeddings").manifest.info["encoding"]["tokens"]
-    assert rows["tokens of them, as the old model reads them"] == f"{int(tokens):,}"
+    assert rows["their tokens, by the old model"] == f"{int(tokens):,}"
     assert rows["time on the same machines, about"].endswith(" s")
     assert sorted(Path(run_dir).rglob("*")) == before
 
