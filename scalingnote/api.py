@@ -84,8 +84,8 @@ def distill(
             columns=text_columns(text_column, id_column, title_column), overrides=overrides,
             endpoint=endpoint, vectors=vectors,
         )  # fmt: skip
-        built = build(config, overrides)
-        publish(built, Path(to), model=None if copy_model or endpoint or vectors else str(model))
+        artifacts = build(config, overrides)
+        publish(artifacts, Path(to), model=None if copy_model or endpoint or vectors else str(model))
     return QueryEncoder(to)
 
 
@@ -173,8 +173,11 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
 
     if config.adopt is None:
         return config
-    log, built = get_logger("api"), pipeline.run(config, stages.select(config, until="adopt"), record=False)
-    counts = sample_counts(built["dataset"], built["dual_encoder"])
+    log, artifacts = (
+        get_logger("api"),
+        pipeline.run(config, stages.select(config, until="adopt"), record=False),
+    )
+    counts = sample_counts(artifacts["dataset"], artifacts["dual_encoder"])
     if counts["cut_texts"] <= LONG_SHARE * counts["documents"]:
         return config
     try:
@@ -182,7 +185,7 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
     except ConfigError as error:
         log.warning("%s, and documents are not divided: %s", cut_summary(counts), error)
         return config
-    most = load_document_prompt(built["dual_encoder"]).max_tokens
+    most = load_document_prompt(artifacts["dual_encoder"]).max_tokens
     overlap = most // OVERLAP
     passages = Passages(max_tokens=most, overlap=overlap, tokenizer=config.adopt.path)
     log.info(
@@ -315,11 +318,11 @@ def _vectors_values(
     return paths | {"vectors.columns": json.dumps(columns), "distill.student.max_length": VECTOR_TOKENS}
 
 
-def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":
+def publish(artifacts: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":
     """Write the student, and a teacher that has files, to a folder with a card that states their agreement.
 
     Args:
-        built: artifacts by kind, from :func:`build`.
+        artifacts: artifacts by kind, from :func:`build`.
         to: the folder.
         model: name by which the folder refers to the document side; None copies it.
 
@@ -332,22 +335,22 @@ def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Ag
     from scalingnote.train.distillation.agreement import compare
 
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student", "embeddings")
-    comparison = compare(**{kind: built[kind] for kind in kinds if kind in built})
-    lessons = built["query_embeddings"]
+    comparison = compare(**{kind: artifacts[kind] for kind in kinds if kind in artifacts})
+    lessons = artifacts["query_embeddings"]
     endpoint_model = lessons.manifest.config.get("model")  # at an endpoint
     facts = CardFacts(
         lessons=lessons.counts["queries"],
         made=f"The teacher is {endpoint_model}, behind an endpoint." if endpoint_model else None,
         agreement=comparison.measures(),
-        lengths=summary(built),
+        lengths=summary(artifacts),
     )
     document = None
-    if (towers := built.get("dual_encoder")) is not None:
+    if (towers := artifacts.get("dual_encoder")) is not None:
         path = towers.manifest.config["path"]
         is_hub_id = not Path(path).exists() and ":" not in path
         facts = replace(facts, base_model=path if is_hub_id else None)
         document = towers.directory("document")
-    write_router(built["student"].directory("query"), document, to, document_reference=model, facts=facts)
+    write_router(artifacts["student"].directory("query"), document, to, document_reference=model, facts=facts)
     return comparison
 
 

@@ -61,17 +61,17 @@ def run(options: argparse.Namespace) -> int:
     from scalingnote.run import pipeline, stages
 
     selected = stages.select(config, only=options.only, start=options.start, until=options.until)
-    built = pipeline.run(config, selected)
-    if "report" in built:
+    artifacts = pipeline.run(config, selected)
+    if "report" in artifacts:
         from scalingnote.evaluate.merge import comparison, merge_artifacts
 
-        show(stdout(), *comparison(merge_artifacts([[built["report"]]])))
-    width = max(len(kind) for kind in built)
-    for kind, artifact in built.items():
+        show(stdout(), *comparison(merge_artifacts([[artifacts["report"]]])))
+    width = max(len(kind) for kind in artifacts)
+    for kind, artifact in artifacts.items():
         print(f"{kind:<{width}}  {artifact.uri}")
-    if "report" in built:
+    if "report" in artifacts:
         print(f"\nreport: {config.run_dir}/report.html\ntry it: scalingnote serve --run {config.run_dir}")
-    _print_json(list(built.values())[-1], options)
+    _print_json(list(artifacts.values())[-1], options)
     return _serve({"run_dir": config.run_dir}, options.overrides) if options.serve else 0
 
 
@@ -140,8 +140,8 @@ def distill(options: argparse.Namespace) -> int:
         columns=_text_columns(options),
         overrides=options.overrides,
     )
-    built = api.build(config, options.overrides, index=options.index)
-    comparison = api.publish(built, Path(options.to), model=options.folder if options.refer else None)
+    artifacts = api.build(config, options.overrides, index=options.index)
+    comparison = api.publish(artifacts, Path(options.to), model=options.folder if options.refer else None)
     console = stdout()
     show(console, ReportTable(["", options.student, "teacher"], agreement.comparison_rows(comparison)))
     quality = (
@@ -150,7 +150,7 @@ def distill(options: argparse.Namespace) -> int:
         else "agreement not measured: no text is held out"
     )
     quality += f"; {agreement.expected_kept(comparison, options.student)}"
-    source = built.get("dataset", built["query_embeddings"])
+    source = artifacts.get("dataset", artifacts["query_embeddings"])
     rejected: dict[str, int] = source.manifest.info["rejected_by_reason"]
     reasons = ", ".join(f"{name.removeprefix('documents: ')} ({n:,})" for name, n in rejected.items())
     count = sum(rejected.values())
@@ -158,7 +158,7 @@ def distill(options: argparse.Namespace) -> int:
     show(
         console,
         f"{quality}; {set_aside}",
-        *filter(None, [lengths.summary(built)]),
+        *filter(None, [lengths.summary(artifacts)]),
         f"{options.to}\n\nfrom scalingnote import QueryEncoder",
         f'QueryEncoder({options.to!r}).encode(["..."])',
         f"encodes queries into the space of {options.model or options.folder or options.vectors}'s "
@@ -410,8 +410,8 @@ def _export_towers(options: argparse.Namespace) -> int:
     from scalingnote.run import pipeline, stages
 
     config = pipeline.load_run(options.run)
-    built = {stage.builds for stage in stages.of(config)}
-    for kind in (kind for kind in ("dual_encoder", "student") if kind in built):
+    kinds = {stage.builds for stage in stages.of(config)}
+    for kind in (kind for kind in ("dual_encoder", "student") if kind in kinds):
         for folder in publish(pipeline.locate(config, kind), Path(options.to) / kind):
             print(folder)
     return 0

@@ -68,20 +68,20 @@ def as_text(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _grade(subject: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
+def _grade(subject: str, state: str, *problems: tuple[bool, Level, str]) -> Finding:
     """Return a finding with level and remedy of the first problem that occurs, else with level "ok"."""
     for there, level, remedy in problems:
         if there:
-            return Finding(subject, level, found, remedy)
-    return Finding(subject, "ok", found)
+            return Finding(subject, level, state, remedy)
+    return Finding(subject, "ok", state)
 
 
 def _machine() -> Iterator[Finding]:
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     memory = psutil.virtual_memory().total / GIB
-    found = f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.1f} GB"
+    state = f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.1f} GB"
     is_windows = platform.system() == "Windows"
-    yield _grade("machine", found, (is_windows, "warn", "Ray supports Windows only partly: use WSL 2"))
+    yield _grade("machine", state, (is_windows, "warn", "Ray supports Windows only partly: use WSL 2"))
 
 
 def _python() -> Iterator[Finding]:
@@ -116,12 +116,12 @@ def _packages() -> Iterator[Finding]:
             if not requirement.specifier.contains(version, prereleases=True):
                 problems.append((f"{name} is {version}, required {requirement.specifier}", remedy))
     if missing:
-        found = f"only queries can be encoded: {', '.join(sorted(set(missing)))} missing"
+        state = f"only queries can be encoded: {', '.join(sorted(set(missing)))} missing"
         problems.append(
-            (found, "pip install 'scalingnote[cpu]' (or [gpu]; only [train] or [serve] for a part)")
+            (state, "pip install 'scalingnote[cpu]' (or [gpu]; only [train] or [serve] for a part)")
         )
-    for found, remedy in problems:
-        yield Finding("packages", "stops", found, remedy)
+    for state, remedy in problems:
+        yield Finding("packages", "stops", state, remedy)
     if not problems:
         yield Finding("packages", "ok", f"{sum(map(len, needed.values()))} requirements and faiss are met")
 
@@ -216,8 +216,8 @@ def _precision(torch: Any, device: str) -> Finding:
             best = min(best, time.perf_counter() - start)
         seconds[name] = best
     ratio = seconds["float32"] / seconds["bfloat16"]
-    found = f"{ratio:.2g} times the speed of float32 on {device} (512 x 512 matmul)"
-    return _grade("bfloat16", found, (ratio < 1, "ok", "keep float32 here"))
+    speed = f"{ratio:.2g} times the speed of float32 on {device} (512 x 512 matmul)"
+    return _grade("bfloat16", speed, (ratio < 1, "ok", "keep float32 here"))
 
 
 def _engines() -> Iterator[Finding]:

@@ -254,11 +254,11 @@ async def _lines(client: JobSubmissionClient, job: str, printed: int) -> AsyncIt
         TimeoutError: no line arrived for QUIET_S.
     """
     stream = client.tail_job_logs(job)
-    seen = 0
+    length = 0
     try:
         while True:
             text = await asyncio.wait_for(anext(stream), QUIET_S)
-            start, seen = max(printed - seen, 0), seen + len(text)
+            start, length = max(printed - length, 0), length + len(text)
             if start < len(text):
                 yield text[start:]
     except StopAsyncIteration:

@@ -124,7 +124,7 @@ class ExportSource:
         parts = self.embeddings.table_parts("embeddings")
         if not parts:
             raise DataError(f"{self.embeddings.uri} has no embeddings: give an artifact of the stage encode")
-        encoded = _schema(self.embeddings, parts[0])
+        embedding_schema = _schema(self.embeddings, parts[0])
         documents = pa.schema([])
         if self.columns:
             if self.dataset is None:
@@ -137,8 +137,8 @@ class ExportSource:
                     f"documents have no column {missing[0]!r}: they have {', '.join(available.names)}"
                 )
             documents = pa.schema([available.field(name) for name in self.columns])
-        sparse = self.terms is not None or "terms" in encoded.names
-        return ExportLayout(encoded.field(INDEXED_VIEW).type.list_size, sparse, documents)
+        sparse = self.terms is not None or "terms" in embedding_schema.names
+        return ExportLayout(embedding_schema.field(INDEXED_VIEW).type.list_size, sparse, documents)
 
     def rows(self) -> int:
         """Count the rows."""

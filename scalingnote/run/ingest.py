@@ -89,7 +89,7 @@ class DocumentFlow:
         from scalingnote.fuse.fusion import DocumentFusion
 
         first = pq.read_schema(embeddings.open(embeddings.table_parts("embeddings")[0]))
-        fused = bool(embeddings.names("document_fusion/"))
+        is_fused = bool(embeddings.names("document_fusion/"))
         return cls(
             load_document_encoder(towers, TOKEN_BUDGET),
             load_document_prompt(towers),
@@ -97,7 +97,7 @@ class DocumentFlow:
             width=int(semantic_ids.manifest.config.get("beam", 1)),
             dtype=dtype_of(first.field(INDEXED_VIEW)),
             similarity=embeddings.manifest.info.get("similarity", "cosine"),
-            fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
+            fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if is_fused else None,
             weights=None if bm25_terms is None else BM25Weights.of(bm25_terms),
             top_k=embeddings.manifest.config.get("top_k", 256),
         )
@@ -257,12 +257,12 @@ def run(
     parts = dataset.table_parts("documents")
     rows = {name.replace("documents/", "ready/", 1): count for name, count in dataset.rows_of(parts).items()}
     encoder = partial(NewDocumentEncoder, towers, semantic_ids, embeddings, bm25_terms)
-    read = partial(read_documents, dataset=dataset)
+    reader = partial(read_documents, dataset=dataset)
     # Not more workers than parts: new documents usually come in few parts.
     workers = min(cluster.workers(config.resources), len(rows))
     resources = config.resources.model_copy(update={"workers": workers})
     records = write_parts(
-        encoder, draft, read=read, rows=rows, resources=resources, unit="documents", knob="resources"
+        encoder, draft, read=reader, rows=rows, resources=resources, unit="documents", knob="resources"
     )
     rejected = [row for record in records for row in record["rejected"]]
     return draft.commit(counts=write_rejected(draft, records, rejected))

@@ -176,8 +176,8 @@ def plan(migration: Migration) -> ReportTable:
         )
         wider = new.hidden / old.hidden
     seconds = _seconds(missing, before, slower)
-    built = [before[name] for name in ("encode", "index") if name in missing and name in before]
-    size = sum(part.bytes for artifact in built for part in artifact.manifest.parts.values())
+    artifacts = [before[name] for name in ("encode", "index") if name in missing and name in before]
+    size = sum(part.bytes for artifact in artifacts for part in artifact.manifest.parts.values())
     rows = [
         ["documents", f"{documents:,}"],
         ["their tokens, by the old model", f"{tokens:,}" if tokens else "not known"],

@@ -44,7 +44,7 @@ def run(
     """
     configure_unless_set()
     chosen = stages.of(config) if chosen is None else list(chosen)
-    built: dict[str, Artifact] = {}
+    artifacts: dict[str, Artifact] = {}
     started = False
     opened: dict[str, Artifact] = {}  # by stage: many stages share ancestors
     for number, stage in enumerate(chosen, 1):
@@ -52,7 +52,7 @@ def run(
             make_current(config)
         parents, uri = _place(config, stage, opened)
         if fs.exists(fs.join(uri, MANIFEST)):
-            built[stage.builds] = opened[stage.name] = open_artifact(uri, kind=stage.builds)
+            artifacts[stage.builds] = opened[stage.name] = open_artifact(uri, kind=stage.builds)
             log.info("%d/%d %s: finished before, %s", number, len(chosen), stage.name, uri)
             continue
         log.info("%d/%d %s", number, len(chosen), stage.name)
@@ -68,7 +68,7 @@ def run(
                 **{kind: parent.uri for kind, parent in parents.items()},
                 output=uri,
             )
-        built[stage.builds] = opened[stage.name] = artifact
+        artifacts[stage.builds] = opened[stage.name] = artifact
         info = artifact.manifest.info
         log.info("%s -> %s  (%.1fs)", stage.name, uri, info["seconds"])
         if "usage" in info:  # missing if an earlier release built it
@@ -76,9 +76,9 @@ def run(
             log.info("%s: %s", stage.name, usage.summary(info["usage"], info["seconds"], rows))
     if record:
         make_current(config)
-        if "report" in built:
-            publish(built["report"], config.run_dir)
-    return built
+        if "report" in artifacts:
+            publish(artifacts["report"], config.run_dir)
+    return artifacts
 
 
 def make_current(config: RunConfig) -> None:
@@ -221,14 +221,14 @@ def publish(report: Artifact, run_dir: str) -> None:
         fs.write_bytes(fs.join(run_dir, name), report.read_bytes(name))
 
 
-def _newest(config: RunConfig, kind: str, built: Sequence[Stage], opened: dict[str, Artifact]) -> Artifact:
-    """Open the artifact of the last of the stages `built` that builds `kind`.
+def _newest(config: RunConfig, kind: str, order: Sequence[Stage], opened: dict[str, Artifact]) -> Artifact:
+    """Open the artifact of the last stage in `order` that builds `kind`.
 
     `opened` caches artifacts by stage, because many stages share ancestors.
     """
-    stage = next((stage for stage in reversed(built) if stage.builds == kind), None)
+    stage = next((stage for stage in reversed(order) if stage.builds == kind), None)
     if stage is None:
-        raise ArtifactError(f"this run builds no {kind}: its stages are {', '.join(s.name for s in built)}")
+        raise ArtifactError(f"this run builds no {kind}: its stages are {', '.join(s.name for s in order)}")
     if stage.name not in opened:
         _, uri = _place(config, stage, opened)
         if not fs.exists(fs.join(uri, MANIFEST)):
@@ -245,7 +245,7 @@ def _place(config: RunConfig, stage: Stage, opened: dict[str, Artifact]) -> tupl
     before = order[: order.index(stage)]
     parents = {kind: _newest(config, kind, before, opened) for kind in stage.reads}
     for name, builder in stage.earlier:
-        until = next(number for number, found in enumerate(before) if found.name == builder)
+        until = next(number for number, earlier in enumerate(before) if earlier.name == builder)
         parents[name] = _newest(config, before[until].builds, before[: until + 1], opened)
     mark = fingerprint(stage.builds, getattr(config, stage.section), parents)
     # All rounds share the folder of the stage, because a single round is also the first of two.

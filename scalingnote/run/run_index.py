@@ -152,11 +152,11 @@ def agreement(run_dir: str | Path) -> "Agreement":
         from scalingnote.train.distillation.agreement import compare
 
         config = pipeline.load_run(str(run_dir))
-        built = {kind: pipeline.locate(config, kind) for kind in ("query_embeddings", "student")}
+        artifacts = {kind: pipeline.locate(config, kind) for kind in ("query_embeddings", "student")}
         for kind in ("dataset", "dual_encoder", "embeddings"):
             with contextlib.suppress(ArtifactError):  # a run up to `distill`, or with an external teacher
-                built[kind] = pipeline.locate(config, kind)
-        return compare(**built)
+                artifacts[kind] = pipeline.locate(config, kind)
+        return compare(**artifacts)
 
 
 def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":

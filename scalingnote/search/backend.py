@@ -80,12 +80,12 @@ class DatabaseSearcher:
                 index.
         """
         index = open_artifact(index_uri, kind="index")
-        opened = collections.connect(search, collection, timeout_s=timeout_s)
-        searcher = cls(index, opened, name=search.backend)
+        database = collections.connect(search, collection, timeout_s=timeout_s)
+        searcher = cls(index, database, name=search.backend)
         try:
             searcher._require_documents(collection, str(search.url))
         except BaseException:
-            opened.close()
+            database.close()
             raise
         return searcher
 
@@ -225,10 +225,10 @@ class DatabaseSearcher:
             candidates.append((ids, [by_vector[i] for i in ids], terms))
         return candidates
 
-    def _candidates(self, scored: Sequence[_Scored], *, hybrid: bool) -> list[Candidates]:
+    def _candidates(self, hits: Sequence[_Scored], *, hybrid: bool) -> list[Candidates]:
         """Convert hits to candidates, without documents that the index does not have."""
         answers = []
-        for doc_ids, dense, sparse in scored:
+        for doc_ids, dense, sparse in hits:
             shards, rows = self._places(doc_ids)
             known = rows >= 0
             candidates = Candidates(

@@ -207,11 +207,11 @@ class Delta:
     """
 
     def __init__(self, folder: str | Path, version: LiveVersion, *, name: str = "") -> None:
-        opened, log = OpenVersion(version, open_empty(folder)), versions.log_folder(folder, 0)
-        self._log, self._name, self._layout = log, name, opened.layout
+        open_version, log = OpenVersion(version, open_empty(folder)), versions.log_folder(folder, 0)
+        self._log, self._name, self._layout = log, name, open_version.layout
         self._number = open_layout(version.open()).shards  # candidates come after those of the index
-        (self._read,) = opened.included
-        self._shard = LiveShard(opened, 0, folder, follow=True)
+        (self._read,) = open_version.included
+        self._shard = LiveShard(open_version, 0, folder, follow=True)
         self._doc_ids: set[str] = set()
         self._reading = threading.Lock()
         self._latest: Latest[DeltaMoment] = Latest()

@@ -258,13 +258,13 @@ def _counts(sizes: Sequence[int], masks: Masks) -> list[int]:
 
 def _probe(pieces: _Pieces, queries: UnitQueries, *, k: int, nprobe: int, refine_factor: int) -> Ranking:
     """Scan the lists of each query's nearest centroids in every segment."""
-    chosen: dict[int, ivf.Chosen] = {}
+    chosen_lists: dict[int, ivf.Chosen] = {}
     rankings = []
     for _, lists, mask in pieces:
         coarse = lists.coarse
-        if id(coarse) not in chosen:
-            chosen[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
-        its_lists = chosen[id(coarse)]
+        if id(coarse) not in chosen_lists:
+            chosen_lists[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
+        its_lists = chosen_lists[id(coarse)]
         rankings.append(
             ivf.candidates(lists, queries, chosen=its_lists, k=k, refine_factor=refine_factor, allowed=mask)
         )

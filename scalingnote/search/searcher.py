@@ -98,13 +98,13 @@ class Candidates:
 
     def take(self, places: Sequence[int]) -> "Candidates":
         """Return the candidates at these places."""
-        chosen = np.asarray(places, np.int64)
+        rows = np.asarray(places, np.int64)
         return replace(
             self,
-            ids=self.ids[chosen],
-            shards=self.shards[chosen],
-            dense=self.dense[chosen],
-            sparse=None if self.sparse is None else self.sparse[chosen],
+            ids=self.ids[rows],
+            shards=self.shards[rows],
+            dense=self.dense[rows],
+            sparse=None if self.sparse is None else self.sparse[rows],
             documents=[self.documents[place] for place in places] if self.documents else (),
         )
 
@@ -219,14 +219,14 @@ def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -
         nothing = np.empty(0, np.int64)
         return Candidates(nothing, nothing, nothing.astype(np.float32), None, (), 0, missing=missing)
     # An aggregator has no candidates, and so no scores of either kind, if all its groups were late.
-    scored = [answer for answer in answers if len(answer)]
-    sparse = [answer.sparse for answer in scored if answer.sparse is not None]
+    with_scores = [answer for answer in answers if len(answer)]
+    sparse = [answer.sparse for answer in with_scores if answer.sparse is not None]
     unread = [None] if any(answer.documents for answer in answers) else []
     return Candidates(
         ids=np.concatenate([answer.ids for answer in answers]),
         shards=np.concatenate([answer.shards for answer in answers]),
         dense=np.concatenate([answer.dense for answer in answers]),
-        sparse=np.concatenate(sparse) if sparse and len(sparse) == len(scored) else None,
+        sparse=np.concatenate(sparse) if sparse and len(sparse) == len(with_scores) else None,
         documents=[row for answer in answers for row in answer.documents or unread * len(answer)],
         searched=sum(answer.searched for answer in answers),
         version=answers[-1].version,
@@ -242,16 +242,16 @@ def first_depth(k: int, layout: IndexLayout) -> int:
     return min(FIRST_DEPTH * k, MAX_DEPTH) if layout.passages else k
 
 
-def next_depth(found: Results, passages: int, *, k: int, depth: int) -> int | None:
+def next_depth(documents: Results, passages: int, *, k: int, depth: int) -> int | None:
     """Return the number of passages to search next; None if k documents are found, or more cannot be.
 
     Args:
-        found: documents, from :func:`best_per_document`.
+        documents: results of :func:`best_per_document`.
         passages: number of passages that the last search found.
         k: number of requested documents.
         depth: number of passages that the last search requested.
     """
-    if len(found) >= k or passages < depth or depth >= MAX_DEPTH:
+    if len(documents) >= k or passages < depth or depth >= MAX_DEPTH:
         return None
     return min(DEEPER * depth, MAX_DEPTH)
 
@@ -338,11 +338,11 @@ class Searcher:
                 f"{index_uri} has no shard {unknown[0]}: its shards are 0 to {layout.shards - 1}"
             )
         coarse = shards_of.open_coarse(index)
-        opened = [
+        open_shards = [
             shards_of.open_shard(index, n, layout=layout, coarse=coarse, mapped=mapped, columns_only=True)
             for n in numbers
         ]
-        return cls(layout, opened, mapped=mapped, index=index)
+        return cls(layout, open_shards, mapped=mapped, index=index)
 
     def __len__(self) -> int:
         """Return the number of documents in the searcher's shards."""
