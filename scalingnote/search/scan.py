@@ -177,9 +177,9 @@ def search(
     pieces = [(start, lists, mask) for start, lists, mask, count in columns if count]
     if not pieces or not len(queries):
         return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
-    documents, allowed, alive_rows = sum(sizes), sum(counts), sum(_counts(sizes, alive or every))
+    documents, allowed, alive_count = sum(sizes), sum(counts), sum(_counts(sizes, alive or every))
     nlist = max(lists.coarse.ntotal for _, lists, _ in pieces)
-    widened = nlist if exact else min(nlist, ceil(nprobe * alive_rows / allowed))
+    widened = nlist if exact else min(nlist, ceil(nprobe * alive_count / allowed))
     scanned = documents * widened / nlist
     has_vectors = all(lists.kept is not None for _, lists, _ in pieces)
     if has_vectors and (exact or (allowed < documents and allowed * RESCORE_COST <= scanned)):

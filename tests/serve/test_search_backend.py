@@ -198,7 +198,7 @@ def test_another_version_is_searched_in_its_own_collection(
         ({"canary": 0.1, "search": {"backend": "milvus", "url": "m.db"}}, "canary needs an exact search"),
         (
             {"split": {"arms": [{"name": "a", "share": 1, "index": "elsewhere"}]}},
-            r"an arm with an index of its own.*put \{version\} into search\.collection",
+            r"an arm with a separate index.*put \{version\} into search\.collection",
         ),
         (
             {"deployments": {"gateway": {"num_replicas": 2}}},
