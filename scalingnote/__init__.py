@@ -1,8 +1,8 @@
-"""ScalingNote: a published or trained embedding model for documents, a query tower that costs almost nothing.
+"""ScalingNote: a published or trained embedding model for documents, and a query tower at almost no cost.
 
     from scalingnote import Index, QueryEncoder, build_index, distill
 
-The names are loaded when they are first used: `import scalingnote` costs nothing.
+The names are loaded at their first use, so `import scalingnote` takes almost no time.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The Python interface: distil a query tower, build an index, search it. The command line calls it too.
 
-Nothing here imports torch or Ray before it is needed: a table encodes queries with numpy alone.
+Imports of torch and Ray are late: a table encodes queries only with numpy.
 """
 
 import json
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from scalingnote.train.distillation.agreement import Agreement
 
 RECIPES = ("table", "static")
-MIN_STEPS = 8  # of a pass over the texts: with fewer texts than that, batches are smaller
-VECTOR_TOKENS = 256  # read of a text with a vector: documents, where pseudo-queries have a sentence
-LONG_SHARE = 0.01  # of the texts, longer than the model reads, above which all are divided into passages
-OVERLAP = 8  # part of a passage that the next one repeats, at most
-EXACT_DOCUMENTS = 10_000  # an index of so many compares a query with every document, in under a millisecond
+MIN_STEPS = 8  # of a pass over the texts: with fewer texts, batches are smaller
+VECTOR_TOKENS = 256  # of a text with a vector: these are documents, while pseudo-queries are sentences
+LONG_SHARE = 0.01  # share of texts longer than the model reads, above which all are divided into passages
+OVERLAP = 8  # at most 1/8 of a passage is repeated in the next one
+EXACT_DOCUMENTS = 10_000  # up to this number, a query is compared with all documents in under a millisecond
 
 
 def distill(
@@ -45,30 +45,31 @@ def distill(
     title_column: str | None = None,
     overrides: Sequence[str] = (),
 ) -> QueryEncoder:
-    """Distil the query side of a published embedding model, from documents alone.
+    """Distil the query side of a published embedding model, only from documents.
 
-    The documents' embeddings stay the model's own. Texts drawn from the documents are encoded by the model
-    once, and the student learns to give the same embeddings. Killed at any moment, the same call goes on.
+    The model still embeds the documents. It also encodes texts sampled from the documents once, and the
+    student learns to give the same embeddings. After a kill, the same call resumes.
 
     Args:
         model: hub id or folder of a model that sentence-transformers reads, or its name at `endpoint`.
         texts: documents: JSON lines, Parquet, fields between tabs, text lines, or a folder or glob of such
-            files. The log tells which columns are read (:mod:`scalingnote.datasets.layouts`).
+            files. The log lists the columns that are read (:mod:`scalingnote.datasets.layouts`).
         to: folder to write, for sentence-transformers and :class:`QueryEncoder`: queries by the student.
-        endpoint: URL of OpenAI's ``/v1/embeddings`` or TEI's ``/embed``, where the model answers.
-        vectors: texts with vectors of a lost model (Parquet, JSON lines, .npy beside `texts`), as `queries`.
-        student: recipe of the student: "table" (rows of tokens, pairs and end tokens; no neural network),
-            "static" (rows of tokens alone, which sentence-transformers reads without our code); or hub id or
+        endpoint: URL of OpenAI's ``/v1/embeddings`` or TEI's ``/embed`` that serves the model.
+        vectors: texts with vectors of a lost model (Parquet, JSON lines, or .npy with `texts`); `queries`
+            then have vectors too.
+        student: recipe of the student: "table" (rows of tokens, pairs and end tokens; no neural network) or
+            "static" (rows only of tokens, which sentence-transformers reads without our code); or hub id or
             folder of a smaller embedding model, which gets a linear layer into the teacher's space.
         queries: file with real queries to learn from as well (text lines, JSON lines or Parquet).
-        count: texts to draw from the documents; None takes the recipe's.
-        seed: of every draw.
-        run_dir: where unfinished work and artifacts lie; None takes `to` with ".run" behind it.
+        count: number of texts to sample from the documents; None takes that of the recipe.
+        seed: seed of all sampling and of training.
+        run_dir: folder of unfinished work and artifacts; None takes `to` with ".run" appended.
         copy_model: copy the model's document side, if it has files; False refers to `model` by its name.
-        text_column: of the files, where its name is not known, or several may be meant.
-        id_column: the same of ids; a row without one is named by its number.
-        title_column: the same of titles.
-        overrides: further settings, as ``--set`` of the command line takes them.
+        text_column: column of texts in the files, if its name is not known, or is ambiguous.
+        id_column: column of ids; a row without an id gets its number.
+        title_column: column of titles.
+        overrides: further settings, in the form of ``--set`` of the command line.
 
     Returns:
         The student, ready to encode.
@@ -83,8 +84,8 @@ def distill(
             columns=text_columns(text_column, id_column, title_column), overrides=overrides,
             endpoint=endpoint, vectors=vectors,
         )  # fmt: skip
-        built = build(config, overrides)
-        publish(built, Path(to), model=None if copy_model or endpoint or vectors else str(model))
+        artifacts = build(config, overrides)
+        publish(artifacts, Path(to), model=None if copy_model or endpoint or vectors else str(model))
     return QueryEncoder(to)
 
 
@@ -103,20 +104,20 @@ def build_index(
     title_column: str | None = None,
     overrides: Sequence[str] = (),
 ) -> "Index":
-    """Distil a model's query side as :func:`distill` does, and index the documents for hybrid search.
+    """Distil a model's query side like :func:`distill`, and index the documents for hybrid search.
 
-    Where more than 1 % of the texts are longer than the model reads, the index holds their passages, and a
-    search gives each document once, by its best passage.
+    If more than 1 % of the texts are longer than the model reads, the index holds passages of the texts, and
+    a search returns each document once, by its best passage.
 
-    The documents are encoded by the model itself, and by BM25. ``scalingnote search --run RUN_DIR`` and
-    ``scalingnote serve --run RUN_DIR`` read the same index. :func:`distill` with the same arguments and
-    `run_dir` publishes its query tower without training it again.
+    The model and BM25 encode the documents. ``scalingnote search --run RUN_DIR`` and ``scalingnote serve
+    --run RUN_DIR`` read the same index. :func:`distill` with the same arguments and `run_dir` publishes its
+    query tower without training it again.
 
     Args:
-        model: as :func:`distill` takes it, like all other arguments but `run_dir`.
+        model: see :func:`distill`, like all other arguments except `run_dir`.
         texts: documents.
-        run_dir: folder of the index, and of all that it is made of. Killed, the same call goes on.
-        endpoint, student, queries, count, seed, text_column, id_column, title_column, overrides: as there.
+        run_dir: folder of the index and of all artifacts. After a kill, the same call resumes.
+        endpoint, student, queries, count, seed, text_column, id_column, title_column, overrides: see there.
 
     Raises:
         ConfigError: a setting is wrong, or the model's files leave something open.
@@ -135,12 +136,12 @@ def build_index(
 def build(
     config: "RunConfig", overrides: Sequence[str] = (), *, index: bool = False
 ) -> "dict[str, Artifact]":
-    """The artifacts of :func:`distill` or of :func:`build_index`, by kind; finished ones are kept.
+    """Build the artifacts of :func:`distill` or :func:`build_index`, by kind; finished ones are kept.
 
     Args:
         config: from :func:`run_config`.
-        overrides: what the caller has set in it; else batches, codes and index fit the number of texts.
-        index: build the index as well, and make this the run that :class:`Index` finds.
+        overrides: settings of the caller; other batches, codes and index settings fit the number of texts.
+        index: build the index as well, and record this run, so that :class:`Index` opens it.
     """
     from scalingnote.run import pipeline, stages
 
@@ -148,21 +149,21 @@ def build(
         config = _divide_long(config)
     texts = "query_embeddings" if config.vectors is not None else "pseudo_queries"
     until = "teacher" if config.vectors is not None else "pseudo_queries"
-    drawn = pipeline.run(config, stages.select(config, until=until), record=False)
-    counts = drawn[texts].counts
+    inputs = pipeline.run(config, stages.select(config, until=until), record=False)
+    counts = inputs[texts].counts
     config = _size_by_texts(
         config,
         texts=counts["queries"] - counts["validation"],
-        documents=drawn["dataset"].counts["documents"] if "dataset" in drawn else 0,
+        documents=inputs["dataset"].counts["documents"] if "dataset" in inputs else 0,
         given={override.partition("=")[0] for override in overrides},
         index=index,
     )
-    chosen = stages.select(config, until="index" if index else "distill")
-    return pipeline.run(config, chosen, record=index)
+    order = stages.select(config, until="index" if index else "distill")
+    return pipeline.run(config, order, record=index)
 
 
 def _divide_long(config: "RunConfig") -> "RunConfig":
-    """The config with passages, if more than LONG_SHARE of the texts are longer than the model reads."""
+    """Add passages to a config if more than LONG_SHARE of the texts are longer than the model reads."""
     from scalingnote.core.log import get_logger
     from scalingnote.datasets.config import Passages
     from scalingnote.datasets.passages import tokenizer_json
@@ -172,8 +173,11 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
 
     if config.adopt is None:
         return config
-    log, built = get_logger("api"), pipeline.run(config, stages.select(config, until="adopt"), record=False)
-    counts = sample_counts(built["dataset"], built["dual_encoder"])
+    log, artifacts = (
+        get_logger("api"),
+        pipeline.run(config, stages.select(config, until="adopt"), record=False),
+    )
+    counts = sample_counts(artifacts["dataset"], artifacts["dual_encoder"])
     if counts["cut_texts"] <= LONG_SHARE * counts["documents"]:
         return config
     try:
@@ -181,7 +185,7 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
     except ConfigError as error:
         log.warning("%s, and documents are not divided: %s", cut_summary(counts), error)
         return config
-    most = load_document_prompt(built["dual_encoder"]).max_tokens
+    most = load_document_prompt(artifacts["dual_encoder"]).max_tokens
     overlap = most // OVERLAP
     passages = Passages(max_tokens=most, overlap=overlap, tokenizer=config.adopt.path)
     log.info(
@@ -197,35 +201,35 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
 def _size_by_texts(
     config: "RunConfig", *, texts: int, documents: int, given: set[str], index: bool
 ) -> "RunConfig":
-    """The config with what depends on the number of texts and documents; settings in `given` stay."""
+    """Set the settings that depend on the number of texts and documents, except those in `given`."""
     from scalingnote.encode.config import BM25Config
     from scalingnote.index.config import Flat
 
     def is_free(name: str) -> bool:
         return not any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in given)
 
-    changed: dict[str, Any] = {}
-    assert config.distill is not None  # of every recipe
+    sections: dict[str, Any] = {}
+    assert config.distill is not None  # every recipe has it
     batch = min(config.distill.global_batch, max(texts // MIN_STEPS, 2))
     if is_free("distill.global_batch"):
-        changed["distill"] = config.distill.model_copy(update={"global_batch": batch})
+        sections["distill"] = config.distill.model_copy(update={"global_batch": batch})
     if index:
         codes = min(config.quantize.codes, max(documents // 4, 2))
         if is_free("quantize.codes"):
-            changed["quantize"] = config.quantize.model_copy(update={"codes": codes})
+            sections["quantize"] = config.quantize.model_copy(update={"codes": codes})
         if is_free("index.shards"):
-            changed["index"] = config.index.model_copy(update={"shards": 1})
+            sections["index"] = config.index.model_copy(update={"shards": 1})
         if is_free("index.family") and documents <= EXACT_DOCUMENTS:
-            changed["index"] = changed.get("index", config.index).model_copy(update={"family": Flat()})
+            sections["index"] = sections.get("index", config.index).model_copy(update={"family": Flat()})
         if is_free("bm25"):
-            changed["bm25"] = BM25Config()
-    return config.model_copy(update=changed)
+            sections["bm25"] = BM25Config()
+    return config.model_copy(update=sections)
 
 
 def text_columns(text: str | None, doc_id: str | None, title: str | None) -> dict[str, str]:
-    """Columns of files of documents that a caller chose: our names -> theirs."""
-    chosen = {"content": text, "doc_id": doc_id, "title": title}
-    return {ours: column for ours, column in chosen.items() if column is not None}
+    """Map our column names to the columns that a caller chose for files of documents."""
+    columns = {"content": text, "doc_id": doc_id, "title": title}
+    return {ours: column for ours, column in columns.items() if column is not None}
 
 
 def run_config(
@@ -243,7 +247,12 @@ def run_config(
     endpoint: str | None = None,
     vectors: str | Path | None = None,
 ) -> "RunConfig":
-    """The config of :func:`distill`'s run: a recipe, a teacher and the texts, which are looked at first."""
+    """Build the config of :func:`distill`'s run from recipe, teacher and texts, and check the files.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        DataError: the texts cannot be read, or hold no text.
+    """
     from scalingnote.core.config import load
     from scalingnote.datasets.sources import read_texts
     from scalingnote.datasets.vector_job import open_files
@@ -256,7 +265,7 @@ def run_config(
         )
     is_model = student not in RECIPES and ("/" in student or ":" in student or Path(student).is_dir())
     if student not in RECIPES and not is_model:
-        raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}, or name a model")
+        raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}, or give a model")
     name = "model" if is_model else student
     recipe = resources.files("scalingnote.train.distillation") / "recipes" / f"{name}.yaml"
     values: dict[str, Any] = {
@@ -280,7 +289,7 @@ def run_config(
     values |= {"dataset.columns": json.dumps(columns)} if columns else {}
     with resources.as_file(recipe) as path:
         config = load(RunConfig, [path], [*(f"{name}={value}" for name, value in values.items()), *overrides])
-    # Errors, before work is spent, for what no stage could read.
+    # Raise errors of unreadable files before any work.
     if config.vectors is not None:
         open_files(config.vectors)
     else:
@@ -298,27 +307,27 @@ def _vectors_values(
     count: int | None,
     columns: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Settings of a teacher of which a file of vectors is known."""
+    """Return the settings for a teacher that is given as a file of vectors."""
     if count is not None or "doc_id" in columns:
         raise ConfigError(
-            "with --vectors every text of the file is learnt from, and ids are not read: leave --count and "
-            "--id-column out"
+            "with --vectors the student learns from all texts of the file, and ids are not read: leave "
+            "--count and --id-column out"
         )
     files = {"path": vectors, "texts": texts, "queries": queries}
-    given = {f"vectors.{name}": str(file) for name, file in files.items() if file is not None}
-    return given | {"vectors.columns": json.dumps(columns), "distill.student.max_length": VECTOR_TOKENS}
+    paths = {f"vectors.{name}": str(file) for name, file in files.items() if file is not None}
+    return paths | {"vectors.columns": json.dumps(columns), "distill.student.max_length": VECTOR_TOKENS}
 
 
-def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":
-    """Write the student, and a teacher that has files, as one folder, whose card tells how far they agree.
+def publish(artifacts: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":
+    """Write the student, and a teacher that has files, to a folder with a card that states their agreement.
 
     Args:
-        built: artifacts by kind, from :func:`build`.
+        artifacts: artifacts by kind, from :func:`build`.
         to: the folder.
-        model: refers to the document side by its name; None copies it.
+        model: name by which the folder refers to the document side; None copies it.
 
     Returns:
-        The agreement of both.
+        The agreement of student and teacher.
     """
     from scalingnote.encode.lengths import summary
     from scalingnote.models.card import CardFacts
@@ -326,27 +335,27 @@ def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Ag
     from scalingnote.train.distillation.agreement import compare
 
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student", "embeddings")
-    found = compare(**{kind: built[kind] for kind in kinds if kind in built})
-    lessons = built["query_embeddings"]
-    named = lessons.manifest.config.get("model")  # at an endpoint
+    comparison = compare(**{kind: artifacts[kind] for kind in kinds if kind in artifacts})
+    lessons = artifacts["query_embeddings"]
+    endpoint_model = lessons.manifest.config.get("model")  # at an endpoint
     facts = CardFacts(
         lessons=lessons.counts["queries"],
-        made=f"The teacher is {named}, behind an endpoint." if named else None,
-        agreement=found.measures(),
-        lengths=summary(built),
+        made=f"The teacher is {endpoint_model}, behind an endpoint." if endpoint_model else None,
+        agreement=comparison.measures(),
+        lengths=summary(artifacts),
     )
     document = None
-    if (towers := built.get("dual_encoder")) is not None:
+    if (towers := artifacts.get("dual_encoder")) is not None:
         path = towers.manifest.config["path"]
         is_hub_id = not Path(path).exists() and ":" not in path
         facts = replace(facts, base_model=path if is_hub_id else None)
         document = towers.directory("document")
-    write_router(built["student"].directory("query"), document, to, document_reference=model, facts=facts)
-    return found
+    write_router(artifacts["student"].directory("query"), document, to, document_reference=model, facts=facts)
+    return comparison
 
 
 def _check_width(config: "RunConfig") -> None:
-    """ConfigError, before work is spent, for a student that is wider than its teacher."""
+    """Raise ConfigError before any work if the student is wider than its teacher."""
     from scalingnote.core.model_files import PACKAGE_PREFIX, local_folder
     from scalingnote.models.adopt import model_path
     from scalingnote.models.config import Pretrained, TowerConfig
@@ -356,14 +365,14 @@ def _check_width(config: "RunConfig") -> None:
         return
     student = config.distill.student
     if not isinstance(student, TowerConfig):
-        return  # a table has the teacher's width
+        return  # a table has the width of the teacher
     model = model_path(config.adopt, "query")
     if model.startswith(PACKAGE_PREFIX):
         model = str(local_folder(model))
     try:
         width = backbone_shape(student.backbone).hidden
         teacher = backbone_shape(Pretrained(path=model)).hidden
-    except ConfigError:  # a shape that cannot be known before the model is loaded
+    except ConfigError:  # only the loaded model has the shape
         return
     if width > teacher:
         raise ConfigError(
@@ -373,14 +382,16 @@ def _check_width(config: "RunConfig") -> None:
 
 
 def _check_similarity(config: "RunConfig") -> None:
-    """ConfigError, before work is spent, for a model in a folder that search cannot compare as it does."""
+    """Raise ConfigError before any work if search does not support the similarity of a model in a folder."""
     from scalingnote.core.model_files import PACKAGE_PREFIX, local_folder
     from scalingnote.models.published_model import similarity_of
 
     adopt = config.adopt
     if adopt is None or adopt.similarity or adopt.normalise:
         return
-    if adopt.path.startswith(PACKAGE_PREFIX) or Path(adopt.path).is_dir():  # else when it is fetched
+    if (
+        adopt.path.startswith(PACKAGE_PREFIX) or Path(adopt.path).is_dir()
+    ):  # others are checked after the download
         similarity_of(local_folder(adopt.path))
 
 

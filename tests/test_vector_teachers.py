@@ -97,7 +97,7 @@ def test_an_endpoint_teaches_like_its_folder(
     )
     assert cli.main(["search", query, "--run", f"{out}.run", "-k", "1"]) == 0
     assert query in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="only `scalingnote distill` and `run` ask it"):
+    with pytest.raises(ConfigError, match="only `scalingnote distill` and `run` call it"):
         scalingnote.Index(f"{out}.run", escalate=0.5)
 
 

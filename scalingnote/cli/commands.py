@@ -1,6 +1,6 @@
 """The commands of `scalingnote`: each takes parsed options, does its work and returns the exit code.
 
-Imports stand inside the functions, so that `scalingnote --help` loads neither torch nor Ray.
+Imports are inside the functions, so that `scalingnote --help` loads neither torch nor Ray.
 """
 
 import argparse
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scalingnote.run.config import RunConfig
     from scalingnote.storage.artifact import Artifact
 
-HARDWARE = ("gpu", "mfu", "rows", "query_tokens", "document_tokens")  # of a dry run
+HARDWARE = ("gpu", "mfu", "rows", "query_tokens", "document_tokens")  # options of a dry run
 
 
 def _load(options: argparse.Namespace, *more: str) -> "RunConfig":
@@ -38,40 +38,40 @@ def _check_place(run_dir: str) -> None:
 
     if "://" not in run_dir and not os.path.isabs(run_dir) and in_submitted_job():
         raise ConfigError(
-            f"run_dir is {run_dir!r}, and a job's own directory vanishes with it: "
+            f"run_dir is {run_dir!r}, and the working directory of a job is deleted at its end: "
             "--set run_dir=... to a full path or a URI that every node reaches"
         )
 
 
 def _print_json(artifact: "Artifact", options: argparse.Namespace) -> None:
-    """One line about what a command has built, for whoever started it as a job."""
+    """Print a line of JSON about an artifact, for the process that started the command as a job."""
     if options.json:
         line = {"kind": artifact.manifest.kind, "uri": artifact.uri, "digest": artifact.digest}
         print(json.dumps(line | {"counts": artifact.counts}), flush=True)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the chosen stages; say what each built."""
+    """Run the chosen stages, and print the artifact of each."""
     hardware = {name: getattr(options, name) for name in HARDWARE if getattr(options, name) is not None}
     if options.dry_run:
         return _dry_run(options, hardware)
     if hardware or options.gpus is not None:
-        raise ConfigError("hardware and sizes are assumed in a dry run only: add --dry-run")
+        raise ConfigError("hardware and sizes are options of a dry run: add --dry-run")
     config = _load(options)
     from scalingnote.run import pipeline, stages
 
-    chosen = stages.select(config, only=options.only, start=options.start, until=options.until)
-    built = pipeline.run(config, chosen)
-    if "report" in built:
+    selected = stages.select(config, only=options.only, start=options.start, until=options.until)
+    artifacts = pipeline.run(config, selected)
+    if "report" in artifacts:
         from scalingnote.evaluate.merge import comparison, merge_artifacts
 
-        show(stdout(), *comparison(merge_artifacts([[built["report"]]])))
-    width = max(len(kind) for kind in built)
-    for kind, artifact in built.items():
+        show(stdout(), *comparison(merge_artifacts([[artifacts["report"]]])))
+    width = max(len(kind) for kind in artifacts)
+    for kind, artifact in artifacts.items():
         print(f"{kind:<{width}}  {artifact.uri}")
-    if "report" in built:
+    if "report" in artifacts:
         print(f"\nreport: {config.run_dir}/report.html\ntry it: scalingnote serve --run {config.run_dir}")
-    _print_json(list(built.values())[-1], options)
+    _print_json(list(artifacts.values())[-1], options)
     return _serve({"run_dir": config.run_dir}, options.overrides) if options.serve else 0
 
 
@@ -84,7 +84,7 @@ def _dry_run(options: argparse.Namespace, hardware: dict[str, str]) -> int:
     from scalingnote.plan.config import Assumptions
     from scalingnote.plan.training_cost import dry_run_text, estimate
 
-    # A round of stage I after the first learns from mined negatives.
+    # Rounds of stage I after the first learn from mined negatives.
     negatives = (config.mine if config.rounds > 1 else config.collect).num_negatives
     assumed = validate(Assumptions, hardware, source="--dry-run")
     if assumed.rows is None:
@@ -94,7 +94,7 @@ def _dry_run(options: argparse.Namespace, hardware: dict[str, str]) -> int:
 
 
 def _training_rows(config: "RunConfig") -> int | None:
-    """How many rows the run has collected to train on; None before that."""
+    """Return the number of training rows that the run has collected; None if there are none yet."""
     import pyarrow.compute as pc
 
     from scalingnote.core.errors import ArtifactError
@@ -108,19 +108,21 @@ def _training_rows(config: "RunConfig") -> int | None:
 
 
 def distill(options: argparse.Namespace) -> int:
-    """The query side of a published model, learnt without queries."""
+    """Distil the query tower of a published model without queries, and publish it."""
     from scalingnote import api
     from scalingnote.core.reports import ReportTable
     from scalingnote.encode import lengths
     from scalingnote.train.distillation import agreement
 
     if options.endpoint and (options.folder or not options.model):
-        raise ConfigError("name the model at the endpoint by --model NAME, and no other")
+        raise ConfigError("an endpoint takes no MODEL: give the name of its model by --model NAME")
     if options.model and not options.endpoint:
-        raise ConfigError(f"--model {options.model} is a name at an endpoint: give --endpoint URL as well")
+        raise ConfigError(
+            f"--model {options.model} is the name of a model at an endpoint: give --endpoint URL too"
+        )
     if (options.refer or (options.index and options.vectors)) and not options.folder:
         raise ConfigError(
-            "--refer is for a MODEL with files, and --index for one that encodes documents: leave them out"
+            "--refer needs a MODEL with files, and --index one that encodes documents: leave them out"
         )
     if options.max_requests is not None:
         options.overrides = [f"endpoint.max_requests={options.max_requests}", *options.overrides]
@@ -138,25 +140,25 @@ def distill(options: argparse.Namespace) -> int:
         columns=_text_columns(options),
         overrides=options.overrides,
     )
-    built = api.build(config, options.overrides, index=options.index)
-    found = api.publish(built, Path(options.to), model=options.folder if options.refer else None)
+    artifacts = api.build(config, options.overrides, index=options.index)
+    comparison = api.publish(artifacts, Path(options.to), model=options.folder if options.refer else None)
     console = stdout()
-    show(console, ReportTable(["", options.student, "teacher"], agreement.comparison_rows(found)))
-    measured = (
-        f"on {found.queries:,} held-out texts"
-        if found.queries
+    show(console, ReportTable(["", options.student, "teacher"], agreement.comparison_rows(comparison)))
+    quality = (
+        f"on {comparison.queries:,} held-out texts"
+        if comparison.queries
         else "agreement not measured: no text is held out"
     )
-    measured += f"; {agreement.expected_kept(found, options.student)}"
-    source = built.get("dataset", built["query_embeddings"])
+    quality += f"; {agreement.expected_kept(comparison, options.student)}"
+    source = artifacts.get("dataset", artifacts["query_embeddings"])
     rejected: dict[str, int] = source.manifest.info["rejected_by_reason"]
     reasons = ", ".join(f"{name.removeprefix('documents: ')} ({n:,})" for name, n in rejected.items())
     count = sum(rejected.values())
-    aside = f"{count:,} {'row' if count == 1 else 'rows'} set aside" + (f": {reasons}" if reasons else "")
+    set_aside = f"{count:,} {'row' if count == 1 else 'rows'} set aside" + (f": {reasons}" if reasons else "")
     show(
         console,
-        f"{measured}; {aside}",
-        *filter(None, [lengths.summary(built)]),
+        f"{quality}; {set_aside}",
+        *filter(None, [lengths.summary(artifacts)]),
         f"{options.to}\n\nfrom scalingnote import QueryEncoder",
         f'QueryEncoder({options.to!r}).encode(["..."])',
         f"encodes queries into the space of {options.model or options.folder or options.vectors}'s "
@@ -174,10 +176,10 @@ def _text_columns(options: argparse.Namespace) -> dict[str, str]:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run every method with every seed, except finished stages, and print one table of all."""
+    """Run every method with every seed, except finished stages, and print one table of all results."""
     if options.seeds < 1:
         raise ConfigError(f"--seeds is {options.seeds}: give 1 or more")
-    configs = [_load(options, method) for method in options.methods]  # all checked before any is run
+    configs = [_load(options, method) for method in options.methods]  # all are checked before the first run
     from scalingnote.core.reports import markdown_text
     from scalingnote.evaluate.merge import comparison, merge_artifacts
     from scalingnote.run import pipeline
@@ -186,9 +188,9 @@ def compare(options: argparse.Namespace) -> int:
     places = {config.run_dir for config in configs}
     if len(places) > 1:
         raise ConfigError(
-            f"methods name different run_dirs {sorted(places)}: give one with --set run_dir=..."
+            f"methods have different run_dirs {sorted(places)}: give one with --set run_dir=..."
         )
-    merged = merge_artifacts(
+    reports = merge_artifacts(
         [
             [
                 pipeline.run(config.with_seed(number), record=False)["report"]
@@ -197,9 +199,9 @@ def compare(options: argparse.Namespace) -> int:
             for config in configs
         ]
     )
-    parts = comparison(merged)
+    parts = comparison(reports)
     run_dir = configs[0].run_dir
-    text = json.dumps(merged, indent=1, sort_keys=True)
+    text = json.dumps(reports, indent=1, sort_keys=True)
     fs.write_bytes(fs.join(run_dir, "compare.json"), text.encode())
     fs.write_bytes(fs.join(run_dir, "compare.md"), f"{markdown_text(parts)}\n".encode())
     show(stdout(), *parts, fs.join(run_dir, "compare.md"), fs.join(run_dir, "compare.json"))
@@ -207,8 +209,8 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def search(options: argparse.Namespace) -> int:
-    """Print the best documents for a query, with load, encode and search times."""
-    query = checked_text(options.query)  # the shell may pass bytes that are not UTF-8
+    """Print the best documents for a query, and the times to load, encode and search."""
+    query = checked_text(options.query)  # a shell may pass bytes that are not UTF-8
     if not query.strip() or options.k < 1:
         raise ConfigError("nothing to search: give some text and -k of at least 1")
     from scalingnote.api import Index
@@ -231,7 +233,7 @@ def search(options: argparse.Namespace) -> int:
 
 
 def ids(options: argparse.Namespace) -> int:
-    """Print the documents below a code, and the codes that follow it."""
+    """Print the documents with a prefix of codes, and the codes that follow the prefix."""
     from scalingnote.quantize.semantic_id import SemanticIds, parse_prefix
     from scalingnote.run import pipeline
 
@@ -249,43 +251,41 @@ def ids(options: argparse.Namespace) -> int:
 
 
 def migrate(options: argparse.Namespace) -> int:
-    """Build another model's index beside the served one and compare both, change to it, or change back."""
+    """Build the index of another model and compare it with the served one, cut over to it, or roll back."""
     _check_place(options.run)
     if options.to is None:
         return _change_version(options)
     from scalingnote.run import migration
 
-    console, begun = stdout(), migration.begin(options.run, options.to, options.overrides)
-    takes_writes = begun.before.serve.live is not None
+    console, pair = stdout(), migration.begin(options.run, options.to, options.overrides)
+    takes_writes = pair.before.serve.live is not None
     if takes_writes:
         from scalingnote.serve import cut_over
 
-        cut_over.require_kept_writes(begun)
-    show(console, migration.plan(begun))
+        cut_over.require_kept_writes(pair)
+    show(console, migration.plan(pair))
     if options.dry_run:
         return 0
-    migration.build(begun)
-    made = migration.compare(begun)
+    migration.build(pair)
+    comparison = migration.compare(pair)
     if takes_writes:
-        cut_over.add_writes(begun)
+        cut_over.add_writes(pair)
     from scalingnote.evaluate import pair_comparison
 
-    report = made.read_json("report.json")
+    report = comparison.read_json("report.json")
     show(
         console,
         pair_comparison.summary(report),
         pair_comparison.comparison_table(report),
-        f"{made.uri}/report.html\nto answer by it: scalingnote migrate --run {options.run} --cut-over",
+        f"{comparison.uri}/report.html\nto serve it: scalingnote migrate --run {options.run} --cut-over",
     )
     if takes_writes:
-        print(
-            "the running service writes to both from now on; its writer first encodes what was written before"
-        )
+        print("the running service writes to both from now on; its writer first encodes earlier writes")
     return 0
 
 
 def _change_version(options: argparse.Namespace) -> int:
-    """Change the served version to the other model's, or back; or end the writes to the other one."""
+    """Serve the version of the other model, or the previous one; or end the writes to the other one."""
     if options.dry_run:
         raise ConfigError("--dry-run is for --to: leave it out")
     from scalingnote.core.config import load
@@ -294,24 +294,24 @@ def _change_version(options: argparse.Namespace) -> int:
 
     serve = load(AppArgs, (), [f"run_dir={options.run!r}", *options.overrides]).serve
     if options.finish:
-        ended = cut_over.finish(options.run, serve)
-        print(f"no longer written to, and no longer needed: {', '.join(ended)}")
+        closed_pairs = cut_over.finish(options.run, serve)
+        print(f"closed for writes, and no longer needed: {', '.join(closed_pairs)}")
         return 0
     change = cut_over.cut_over if options.cut_over else cut_over.roll_back
-    changed = change(options.run, serve)
-    active, before = changed.active, changed.before
+    versions = change(options.run, serve)
+    active, before = versions.active, versions.before
     since = "active already" if before.name == active.name else f"before: {before.name}, {before.uri}"
     print(
         f"active: {active.name}, {active.uri}\n{since}\n"
-        f"gateways that read {changed.state} open the new pair, then change: GET /admin/index shows when"
+        f"gateways that read {versions.state} open the new pair, then serve it: see GET /admin/index"
     )
     return 0
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve a finished run, or a model alone, until CTRL-C."""
-    served = {"run_dir": options.run} if options.model is None else {"model": options.model}
-    return _serve(served, options.overrides)
+    """Serve a finished run, or only a model, until CTRL-C."""
+    target = {"run_dir": options.run} if options.model is None else {"model": options.model}
+    return _serve(target, options.overrides)
 
 
 def _serve(served: dict[str, str], overrides: Sequence[str]) -> int:
@@ -327,12 +327,12 @@ def _serve(served: dict[str, str], overrides: Sequence[str]) -> int:
     os.environ |= PROXY_TIMEOUTS | os.environ | environment(config)
     from scalingnote.serve import app, artifacts, launch  # they import Ray Serve, which reads the environment
 
-    found = artifacts.find(args)
-    return launch.run(found, app.bind(found))
+    sources = artifacts.find(args)
+    return launch.run(sources, app.bind(sources))
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a query tower as a graph, checked on real queries; vectors to a database; or all towers."""
+    """Write a query tower as a graph and check it on real queries, or write vectors or all towers."""
     if options.model and (options.what != "onnx" or options.form == "onnx_int8"):
         raise ConfigError("--model exports a table as `export onnx --form onnx`: leave out the other choice")
     if options.what != "onnx":
@@ -343,31 +343,33 @@ def export(options: argparse.Namespace) -> int:
 
     if options.model:
         if not options.to:
-            raise ConfigError("name the folder that the graph goes to: --to DIR")
+            raise ConfigError("the graph needs a folder: give --to DIR")
         cosine = exports.export_lookup(Path(options.model), Path(options.to))
         print(f"{options.to}\nleast cosine to the table over {exports.GOLDEN_QUERIES} queries: {cosine:.5f}")
         return 0
     config = pipeline.load_run(options.run)
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
-    made = exports.build(
+    graph = exports.build(
         ExportConfig(form=options.form or ("onnx" if exports.is_table(tower) else "onnx_int8")),
         tower=tower,
         dataset=pipeline.locate(config, "dataset"),
         run_dir=options.run,
     )
-    cosine = made.manifest.info["least_cosine"]
-    print(f"{made.uri}\nleast cosine to the tower over {made.counts['golden']} queries: {cosine:.5f}")
+    cosine = graph.manifest.info["least_cosine"]
+    print(f"{graph.uri}\nleast cosine to the tower over {graph.counts['golden']} queries: {cosine:.5f}")
     return 0
 
 
 def _export_vectors(options: argparse.Namespace) -> int:
     if not options.to or not options.url:
-        raise ConfigError("name the database (--to) and where it is (--url URL, FOLDER or FILE)")
+        raise ConfigError("give the database (--to NAME) and its place (--url URL, FOLDER or FILE)")
     from scalingnote.export import databases, vectors
     from scalingnote.storage import filesystem as fs
 
     if options.to not in databases.DATABASES:
-        raise ConfigError(f"--to {options.to} is no database; choose from {', '.join(databases.DATABASES)}")
+        raise ConfigError(
+            f"--to {options.to} is not a database; choose from {', '.join(databases.DATABASES)}"
+        )
     if options.embeddings:
         source = vectors.of_embeddings(options.embeddings, columns=options.columns)
     else:
@@ -382,19 +384,19 @@ def _export_vectors(options: argparse.Namespace) -> int:
         )
     name = vectors.checkpoint_name(source, to=options.to, url=options.url, collection=options.collection)
     folder = "exports" if options.embeddings else fs.join(options.run, "exports")
-    made = vectors.export(
+    summary = vectors.export(
         source,
         databases.connect(options.to, options.url, options.collection),
         checkpoint=options.checkpoint or fs.join(folder, name),
         most=options.rows,
         batch_rows=options.batch,
     )
-    print("\n".join(made.lines()))
+    print("\n".join(summary.lines()))
     return 0
 
 
 def _default_columns(config: "RunConfig") -> list[str]:
-    """Columns that a database gets: those that the index filters by, and which passage of what a row is."""
+    """Return the columns for a database: title, filters of the index, and the place of a passage."""
     from scalingnote.storage.schema import PASSAGE
 
     divided = config.dataset.passages is not None
@@ -402,15 +404,14 @@ def _default_columns(config: "RunConfig") -> list[str]:
 
 
 def _export_towers(options: argparse.Namespace) -> int:
-    """Copy a run's towers out."""
     if not options.to:
-        raise ConfigError("name the folder that the towers go to: --to DIR")
+        raise ConfigError("the towers need a folder: give --to DIR")
     from scalingnote.models.publish import publish
     from scalingnote.run import pipeline, stages
 
     config = pipeline.load_run(options.run)
-    built = {stage.builds for stage in stages.of(config)}
-    for kind in (kind for kind in ("dual_encoder", "student") if kind in built):
+    kinds = {stage.builds for stage in stages.of(config)}
+    for kind in (kind for kind in ("dual_encoder", "student") if kind in kinds):
         for folder in publish(pipeline.locate(config, kind), Path(options.to) / kind):
             print(folder)
     return 0
@@ -422,23 +423,23 @@ def ingest(options: argparse.Namespace) -> int:
     from scalingnote.encode.config import IngestConfig
     from scalingnote.run import pipeline
 
-    if wrong := [column for column in options.column if "=" not in column]:
-        raise ConfigError(f"--column {wrong[0]!r} is not of the form ours=theirs")
+    if invalid := [column for column in options.column if "=" not in column]:
+        raise ConfigError(f"--column {invalid[0]!r} is invalid: give OURS=THEIRS")
     columns = dict(column.split("=", 1) for column in options.column)
-    if known := sorted({"doc_id", "title", "content"} & set(columns)):
+    if reserved := sorted({"doc_id", "title", "content"} & set(columns)):
         raise ConfigError(
-            f"--column names {known}: give --id-column, --title-column and --text-column instead"
+            f"--column names {reserved}: give --id-column, --title-column and --text-column instead"
         )
     columns |= _text_columns(options)
     config = load(IngestConfig, [], options.overrides)
-    made = pipeline.ingest(config, options.file, run_dir=options.run, columns=columns)
-    print(f"{made.uri}\n{made.counts['documents']:,} documents, {made.counts['rejected']:,} set aside")
-    _print_json(made, options)
+    batch = pipeline.ingest(config, options.file, run_dir=options.run, columns=columns)
+    print(f"{batch.uri}\n{batch.counts['documents']:,} documents, {batch.counts['rejected']:,} set aside")
+    _print_json(batch, options)
     return 0
 
 
 def screen(options: argparse.Namespace) -> int:
-    """Compare published models as teachers of tables on a user's texts."""
+    """Compare published models as teachers of tables, on a user's texts."""
     from scalingnote.core.config import load
     from scalingnote.datasets.sources import read_texts
     from scalingnote.train.distillation import screen as screening
@@ -446,16 +447,16 @@ def screen(options: argparse.Namespace) -> int:
 
     count = [] if options.count is None else [f"count={options.count}"]
     config = load(ScreenConfig, [], [*options.overrides, *count])
-    found = screening.screen(options.models, read_texts(options.texts, _text_columns(options)), config)
+    rows = screening.screen(options.models, read_texts(options.texts, _text_columns(options)), config)
     if options.json:
-        Path(options.json).write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
-    best = f"best distilled into a table on these texts: {found[0].model}"
-    show(stdout(), screening.as_table(found), best)
-    return 0 if len(found) == len(set(options.models)) else 1
+        Path(options.json).write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1) + "\n")
+    best = f"best distilled into a table on these texts: {rows[0].model}"
+    show(stdout(), screening.as_table(rows), best)
+    return 0 if len(rows) == len(set(options.models)) else 1
 
 
 def mteb(options: argparse.Namespace) -> int:
-    """Evaluate a model by mteb on BEIR folders."""
+    """Evaluate a model with mteb on BEIR folders."""
     from scalingnote import api
     from scalingnote.core.reports import ReportTable
     from scalingnote.evaluate import mteb_model
@@ -465,8 +466,8 @@ def mteb(options: argparse.Namespace) -> int:
     load = mteb_model.folder_model if is_folder else api.mteb_search
     model = load(options.model, name=options.name)
     tasks = [mteb_model.beir_task(folder) for folder in options.folders]
-    found = mteb_model.evaluate(model, tasks, to=options.to)
-    rows = [[name, *(f"{values[measure]:.4f}" for measure in measures)] for name, values in found.items()]
+    results = mteb_model.evaluate(model, tasks, to=options.to)
+    rows = [[name, *(f"{values[measure]:.4f}" for measure in measures)] for name, values in results.items()]
     show(stdout(), ReportTable(["task", *measures], rows), f"{options.to}/results")
     return 0
 
@@ -480,33 +481,35 @@ def experiment(options: argparse.Namespace) -> int:
 
     config = load(ExperimentConfig, options.config, options.overrides)
     _check_place(config.run_dir)
-    made = pipeline.experiment(config)
-    result = made.read_json("report.json")
-    place = f"{made.uri}/report.html"
+    artifact = pipeline.experiment(config)
+    result = artifact.read_json("report.json")
+    place = f"{artifact.uri}/report.html"
     show(stdout(), report.summary(result), report.comparison_table(result), report.ARMS_NOTE, place)
-    _print_json(made, options)
+    _print_json(artifact, options)
     return 0
 
 
 def ladder(options: argparse.Namespace) -> int:
-    """Train stage I at several sizes; print the laws."""
+    """Train stage I at several sizes, and print the scaling laws."""
     config = _load(options)
     from scalingnote.run import pipeline
 
-    made = pipeline.ladder(config)
-    print(f"{made.read_bytes('report.md').decode()}\n{made.uri}/report.md")
-    _print_json(made, options)
+    artifact = pipeline.ladder(config)
+    print(f"{artifact.read_bytes('report.md').decode()}\n{artifact.uri}/report.md")
+    _print_json(artifact, options)
     return 0
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Send a run, or some of its stages, to a cluster."""
+    """Submit a run, or some of its stages, to a cluster."""
     config = _load(options)
     from scalingnote.cli.submit import driver_options
     from scalingnote.cli.submit import submit as send
     from scalingnote.run import stages
 
-    stages.select(config, only=options.only, start=options.start, until=options.until)  # or an error here
+    stages.select(
+        config, only=options.only, start=options.start, until=options.until
+    )  # raises an error here, before the upload
     return send(
         options.config,
         config=config,
@@ -521,16 +524,18 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print what a corpus costs in GPU hours, machines and money."""
+    """Print the GPU hours, machines and cost for a corpus."""
     from scalingnote.core.config import dump, validate
     from scalingnote.plan import capacity
     from scalingnote.plan.config import PlanConfig
 
-    given = {name: value for name in PlanConfig.model_fields if (value := getattr(options, name)) is not None}
-    planned = capacity.plan(validate(PlanConfig, given, source="plan"))
-    print(capacity.plan_text(planned))
+    settings = {
+        name: value for name in PlanConfig.model_fields if (value := getattr(options, name)) is not None
+    }
+    result = capacity.plan(validate(PlanConfig, settings, source="plan"))
+    print(capacity.plan_text(result))
     if options.json:
-        figures = planned | {"config": dump(planned["config"])}
+        figures = result | {"config": dump(result["config"])}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         print(f"\n{options.json}")
@@ -538,7 +543,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the state of this machine; exit code 1 if a run cannot work."""
+    """Print the state of this machine; return 1 if a run cannot work."""
     from scalingnote.cli import doctor
 
     findings = doctor.examine()

@@ -1,4 +1,4 @@
-"""`scalingnote doctor`: looks at the machine and its installation, says what to do about each finding."""
+"""`scalingnote doctor`: checks of the machine and the installation, with a remedy for each problem."""
 
 import importlib
 import importlib.metadata
@@ -18,7 +18,7 @@ import psutil
 from scalingnote.core import GIB
 
 PYTHON = (3, 11)
-EXTRAS = ("common", "offline", "online")  # what `scalingnote[cpu]` adds to the core
+EXTRAS = ("common", "offline", "online")  # of `scalingnote[cpu]`, in addition to the core
 
 
 Level = Literal["ok", "warn", "stops"]
@@ -26,7 +26,7 @@ Level = Literal["ok", "warn", "stops"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: `stops` means that a run cannot work before the remedy is taken."""
+    """Result of one check; `stops` means that a run cannot work before the remedy is applied."""
 
     subject: str
     level: Level
@@ -35,7 +35,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Every check, in the order in which a newcomer meets them."""
+    """Run all checks, in the order in which a new user meets their subjects."""
     checks = (
         _machine(),
         _python(),
@@ -51,12 +51,12 @@ def examine() -> list[Finding]:
 
 
 def as_json(findings: list[Finding]) -> str:
-    """The findings for a program."""
+    """Format the findings as JSON."""
     return json.dumps([asdict(finding) for finding in findings], indent=1)
 
 
 def as_text(findings: list[Finding]) -> str:
-    """The findings for a person: one line each, a remedy below where there is one."""
+    """Format the findings as text: one line each, and a line with the remedy if there is one."""
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
@@ -68,20 +68,20 @@ def as_text(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _grade(subject: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
-    """A finding with the level and the remedy of the first problem that is there, else "ok"."""
+def _grade(subject: str, state: str, *problems: tuple[bool, Level, str]) -> Finding:
+    """Return a finding with level and remedy of the first problem that occurs, else with level "ok"."""
     for there, level, remedy in problems:
         if there:
-            return Finding(subject, level, found, remedy)
-    return Finding(subject, "ok", found)
+            return Finding(subject, level, state, remedy)
+    return Finding(subject, "ok", state)
 
 
 def _machine() -> Iterator[Finding]:
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     memory = psutil.virtual_memory().total / GIB
-    found = f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.1f} GB"
+    state = f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.1f} GB"
     is_windows = platform.system() == "Windows"
-    yield _grade("machine", found, (is_windows, "warn", "Ray's Windows support is partial: use WSL 2"))
+    yield _grade("machine", state, (is_windows, "warn", "Ray supports Windows only partly: use WSL 2"))
 
 
 def _python() -> Iterator[Finding]:
@@ -93,13 +93,13 @@ def _python() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
-    wrong = []
+    problems = []
     try:
-        stated = importlib.metadata.requires("scalingnote") or []
+        lines = importlib.metadata.requires("scalingnote") or []
     except importlib.metadata.PackageNotFoundError:
         yield Finding("packages", "stops", "scalingnote itself is not installed", "pip install '.[cpu]'")
         return
-    requirements = [r for r in map(Requirement, stated) if r.name != "scalingnote"]
+    requirements = [r for r in map(Requirement, lines) if r.name != "scalingnote"]
     needed = {extra: [r for r in requirements if _is_needed(r, extra)] for extra in ("", *EXTRAS)}
     missing = [] if importlib.util.find_spec("faiss") else ["faiss"]
     for extra, group in needed.items():
@@ -111,21 +111,23 @@ def _packages() -> Iterator[Finding]:
                 if extra:
                     missing.append(name)
                 else:
-                    wrong.append((f"{name} is missing", remedy))
+                    problems.append((f"{name} is missing", remedy))
                 continue
             if not requirement.specifier.contains(version, prereleases=True):
-                wrong.append((f"{name} is {version}, wanted {requirement.specifier}", remedy))
+                problems.append((f"{name} is {version}, required {requirement.specifier}", remedy))
     if missing:
-        found = f"only queries can be encoded: {', '.join(sorted(set(missing)))} missing"
-        wrong.append((found, "pip install 'scalingnote[cpu]' (or [gpu], or [train] or [serve] alone)"))
-    for found, remedy in wrong:
-        yield Finding("packages", "stops", found, remedy)
-    if not wrong:
+        state = f"only queries can be encoded: {', '.join(sorted(set(missing)))} missing"
+        problems.append(
+            (state, "pip install 'scalingnote[cpu]' (or [gpu]; only [train] or [serve] for a part)")
+        )
+    for state, remedy in problems:
+        yield Finding("packages", "stops", state, remedy)
+    if not problems:
         yield Finding("packages", "ok", f"{sum(map(len, needed.values()))} requirements and faiss are met")
 
 
 def _is_needed(requirement: Any, extra: str) -> bool:
-    """Whether the core, or else this extra, has the requirement."""
+    """Return whether this extra, or the core for "", has the requirement."""
     if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
         return not extra
     return bool(requirement.marker.evaluate({"extra": extra}))
@@ -133,7 +135,7 @@ def _is_needed(requirement: Any, extra: str) -> bool:
 
 def _ray() -> Iterator[Finding]:
     if importlib.util.find_spec("ray") is None:
-        return  # reported among the packages
+        return  # _packages reports it
     try:
         ray = importlib.import_module("ray")
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
@@ -158,7 +160,7 @@ def _clusters() -> Iterator[Finding]:
                 "RAY_AUTH_MODE",
                 "warn",
                 f"no token for the cluster at {address}",
-                "every client of a cluster without token authentication can run code on it: start its nodes "
+                "any client of a cluster without token authentication can run code on it: start its nodes "
                 "and this shell with RAY_AUTH_MODE=token (docs/guides/operations.md, Tokens)",
             )
     processes = (process.info for process in psutil.process_iter(["pid", "name"]))
@@ -168,16 +170,16 @@ def _clusters() -> Iterator[Finding]:
             "clusters",
             "warn",
             f"{len(running)} Ray cluster(s) on this machine (gcs_server {', '.join(map(str, running[:4]))})",
-            "runs start their own beside them; if one is left over from a crash, `ray stop` frees its memory",
+            "runs start a separate one; if one is left over from a crash, `ray stop` frees its memory",
         )
 
 
 def _has_token() -> bool:
-    """Whether this process would show a token to the cluster that it joins."""
+    """Return whether this process would send a token to the cluster that it joins."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return False
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    files = [Path(named)] if named else [Path.home() / ".ray" / "auth_token"]
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    files = [Path(path)] if path else [Path.home() / ".ray" / "auth_token"]
     return bool(os.environ.get("RAY_AUTH_TOKEN")) or any(file.is_file() for file in files)
 
 
@@ -185,7 +187,7 @@ def _accelerators() -> Iterator[Finding]:
     try:
         torch = importlib.import_module("torch")
     except ImportError:
-        return  # reported among the packages
+        return  # _packages reports it
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         yield Finding("gpu", "ok", "none: everything runs on the CPU")
@@ -195,7 +197,7 @@ def _accelerators() -> Iterator[Finding]:
         yield _grade(
             "gpu",
             f"{facts.name}, {free / GIB:.0f} of {total / GIB:.0f} GB free",
-            (free < total / 2, "warn", "something else uses it: see nvidia-smi"),
+            (free < total / 2, "warn", "another process uses it: see nvidia-smi"),
             (True, "ok", "use it with --set train.resources.gpus_per_worker=1 (encode, distill...)"),
         )
 
@@ -203,7 +205,7 @@ def _accelerators() -> Iterator[Finding]:
 
 
 def _precision(torch: Any, device: str) -> Finding:
-    """Whether bfloat16 is worth anything here: CPUs without AMX or AVX512-BF16 emulate it, slowly."""
+    """Measure the speed of bfloat16: CPUs without AMX or AVX512-BF16 emulate it slowly."""
     seconds = {}
     for name in ("float32", "bfloat16"):
         matrix = torch.ones(512, 512, dtype=getattr(torch, name), device=device)
@@ -214,15 +216,15 @@ def _precision(torch: Any, device: str) -> Finding:
             best = min(best, time.perf_counter() - start)
         seconds[name] = best
     ratio = seconds["float32"] / seconds["bfloat16"]
-    found = f"{ratio:.2g} times the speed of float32 on {device} (512 x 512 matmul)"
-    return _grade("bfloat16", found, (ratio < 1, "ok", "keep float32 here"))
+    speed = f"{ratio:.2g} times the speed of float32 on {device} (512 x 512 matmul)"
+    return _grade("bfloat16", speed, (ratio < 1, "ok", "keep float32 here"))
 
 
 def _engines() -> Iterator[Finding]:
-    from scalingnote.encode.engines import MODULES  # late: doctor must run where packages are missing
+    from scalingnote.encode.engines import MODULES  # late: doctor must run if packages are missing
 
-    found = {name: importlib.util.find_spec(module) is not None for name, module in MODULES.items()}
-    states = [f"{name} {'is' if there else 'is not'} installed" for name, there in found.items()]
+    modules = {name: importlib.util.find_spec(module) is not None for name, module in MODULES.items()}
+    states = [f"{name} {'is' if there else 'is not'} installed" for name, there in modules.items()]
     yield Finding("encode.engine", "ok", ", ".join(["own", *states]))
 
 
@@ -232,7 +234,7 @@ def _memory() -> Iterator[Finding]:
     yield _grade(
         "memory",
         f"{free:.1f} GB free",
-        (free < 1.5, "stops", "Ray alone needs 1.5 GB: end other programs"),
+        (free < 1.5, "stops", "Ray itself needs 1.5 GB: end other programs"),
         (free < 6, "warn", few),
     )
     shared = Path("/dev/shm")
@@ -253,6 +255,6 @@ def _disk(directory: Path) -> Iterator[Finding]:
         yield _grade(
             subject,
             f"{usage.free / GIB:.1f} GB free in {place}",
-            (usage.free < GIB, "stops", "free some, or point --set run_dir=... elsewhere"),
+            (usage.free < GIB, "stops", "free some, or set another place with --set run_dir=..."),
             (little, "warn", "Ray stops spilling when a disk is 95 % full: free some"),
         )

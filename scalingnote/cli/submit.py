@@ -1,11 +1,11 @@
-"""Send a run, or some of its stages, to a Ray cluster: a directory goes up, log and exit code come back.
+"""Submit a run, or some of its stages, to a Ray cluster: upload a directory, follow the log to the exit code.
 
-From a checkout that is all of it, code included. From elsewhere it is the config alone: the nodes have the
-package in their image.
+In a checkout, the directory is the complete checkout with its code. Elsewhere it holds only the config, and
+the nodes have the package in their image.
 
-The id of a job follows from its command. The same command therefore finds the job that is under way and
-follows it from its first line, after a lost connection or from another machine; once it has ended, the
-command starts the next attempt, which keeps finished stages and parts.
+The id of a job is derived from its command. So the same command, after a lost connection or on another
+machine, finds the running job and follows it from its first line. When the job has ended, the command starts
+the next attempt, which keeps finished stages and parts.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
 from scalingnote.run.config import RunConfig
 
-# Anchored at the root: `scalingnote/data/` would be code. Ray leaves out what .gitignore names, too.
+# Anchored at the root: `scalingnote/data/` would be code. Ray also leaves out the files of .gitignore.
 EXCLUDES = ["/.git", "/.venv", "/runs", "/data", "/build", "/dist", "*.egg-info", "__pycache__", ".*_cache"]
-CODE, CONFIG = "scalingnote/cli/main.py", "config.yaml"  # of a checkout; of what is uploaded from elsewhere
-COMMAND = ("python", "-m", "scalingnote.cli.main", "run")  # of the job, with options
-DRIVER_SHARE = 0.001  # of a custom resource: a node that has it takes many drivers
-WRONG_INPUT = 2  # exit code of a job that the same command would not end better
-QUIET_S = 300.0  # without a line of the log, before the connection is made anew: a dead one says nothing
-RECONNECT_S = 900.0  # that a cluster may be unreachable
+CODE, CONFIG = "scalingnote/cli/main.py", "config.yaml"  # in a checkout; in an upload without one
+COMMAND = ("python", "-m", "scalingnote.cli.main", "run")  # of the job, before its options
+DRIVER_SHARE = 0.001  # of a custom resource: a node that has it runs many drivers
+WRONG_INPUT = 2  # exit code of a job that a retry cannot fix
+QUIET_S = 300.0  # time without a line of the log before reconnecting: a dead connection raises no error
+RECONNECT_S = 900.0  # time that a cluster may be unreachable
 RETRY_INTERVAL_S = 5.0  # between attempts to reach it
-UNREACHABLE = (OSError, RuntimeError, TimeoutError, aiohttp.ClientError)  # what Ray's client raises then
+UNREACHABLE = (OSError, RuntimeError, TimeoutError, aiohttp.ClientError)  # errors of Ray's client
 NO_OPTIONS: Mapping[str, Any] = {}
 log = get_logger("submit")
 
@@ -58,30 +58,33 @@ def submit(
     retries: int = 0,
     driver: Mapping[str, Any] = NO_OPTIONS,
 ) -> int:
-    """Submit ``scalingnote run``, or find that it runs, and follow its log.
+    """Submit ``scalingnote run``, or find its running job, and follow the log.
 
     Args:
-        configs: config files, with `overrides` of ``A.B=VALUE``; from a checkout, below it.
-        config: the same, read. A path as its run_dir is pinned to where it is here.
+        configs: config files; in a checkout, files below its root.
+        config: the config that these files and `overrides` give. A run_dir that is a path becomes absolute.
         address: URL of the cluster's dashboard.
-        selection: of the stages, by option (``--only``, ``--from``, ``--until``); by default all.
-        submission_id: of the job; a job that has it already is followed, also one that has ended. None: an id
-            that follows from the command, and a number for each attempt after the first.
-        detach: whether to print the id and end. The job goes on when this process ends.
-        retries: attempts after a failure, other than of wrong input; with a `submission_id` there are none.
-        driver: what Ray reserves for the driver, from :func:`driver_options`; by default it runs on the head,
-            with none.
+        overrides: settings of the form ``A.B=VALUE``.
+        selection: stages to run, by option (``--only``, ``--from``, ``--until``); by default all.
+        submission_id: id of the job. A job that has it already is followed, even if it has ended. None: an id
+            derived from the command, with a number for each attempt after the first.
+        detach: print the id and return. The job continues without this process.
+        retries: number of attempts after a failure that is not wrong input; none with a `submission_id`.
+        driver: resources that Ray reserves for the driver, from :func:`driver_options`; by default the driver
+            runs on the head without a reservation.
 
     Returns:
-        An exit code, the job's if it was followed.
+        An exit code, which is the job's if it was followed.
     """
     checkout, text = Path(CODE).is_file(), ""
     if not checkout:
         text = yaml.safe_dump(dump(config))
         configs, overrides = [CONFIG], ()
-    chosen = [word for option, stage in selection.items() if stage is not None for word in (option, stage)]
+    stage_options = [
+        word for option, stage in selection.items() if stage is not None for word in (option, stage)
+    ]
     pins = _pin(overrides, config.run_dir)
-    command = shlex.join([*COMMAND, *_files(configs, below=checkout), *chosen, *pins, "--json"])
+    command = shlex.join([*COMMAND, *_files(configs, below=checkout), *stage_options, *pins, "--json"])
     client = _connect(address)
     log.info("%s: %s", address, command)
     options = {"entrypoint": command, **driver}
@@ -109,9 +112,9 @@ def submit(
 
 
 def driver_options(cpus: float | None, memory_gb: float | None, resource: str | None) -> dict[str, Any]:
-    """Options of a submission for what the driver reserves.
+    """Build the options of a submission for the resources of its driver.
 
-    `resource` is a custom resource of the nodes that may run it, such as those that are not taken back.
+    `resource` is a custom resource of the nodes that may run it, for example nodes that are not preemptible.
     """
     return {
         "entrypoint_num_cpus": cpus,
@@ -122,7 +125,7 @@ def driver_options(cpus: float | None, memory_gb: float | None, resource: str | 
 
 @contextlib.contextmanager
 def _upload_directory(text: str) -> Iterator[str]:
-    """The directory to upload: this one, or one with the config alone if its text is given."""
+    """Yield the directory to upload: this one, or if a text is given, one with only the config."""
     if not text:
         yield "."
         return
@@ -132,20 +135,20 @@ def _upload_directory(text: str) -> Iterator[str]:
 
 
 def _exit_code(client: JobSubmissionClient, address: str, job: str) -> int:
-    """Follow a job to its end; CTRL-C ends the following, not the job."""
+    """Follow a job to its end; CTRL-C does not end the job."""
     try:
         return asyncio.run(_follow(client, job))
     except KeyboardInterrupt:
-        print(f"{job} goes on: the same command follows it again", file=sys.stderr)
-        print(f"it ends with: ray job stop {job} --address {address}", file=sys.stderr)
+        print(f"{job} continues: the same command follows it again", file=sys.stderr)
+        print(f"to stop it: ray job stop {job} --address {address}", file=sys.stderr)
         raise
 
 
 def _attempt(name: str, jobs: Mapping[str, JobStatus]) -> int:
-    """The number of the attempt under way of the job `name`, or of the next one."""
+    """Return the number of the running attempt of the job `name`, or of the next one."""
     number = 1
-    while (found := jobs.get(name if number == 1 else f"{name}-{number}")) is not None:
-        if not found.is_terminal():
+    while (status := jobs.get(name if number == 1 else f"{name}-{number}")) is not None:
+        if not status.is_terminal():
             return number
         number += 1
     return number
@@ -155,13 +158,13 @@ def _start(client: JobSubmissionClient, address: str, job: str, options: Mapping
     try:
         client.submit_job(submission_id=job, **options)
     except RuntimeError as error:
-        if any(found.submission_id == job for found in client.list_jobs()):
-            return  # another process submitted it meanwhile
+        if any(known_job.submission_id == job for known_job in client.list_jobs()):
+            return  # another process has submitted it
         raise ConfigError(f"{address} refused the job: {_reason(error)}") from None
 
 
 def _files(configs: Sequence[str], *, below: bool) -> list[str]:
-    """Config files as the job finds them; `below`: the current directory is uploaded, they must lie in it."""
+    """Make paths of config files relative; `below`: they must be in the current directory."""
     for config in configs:
         if below and not file_of(config).resolve().is_relative_to(Path.cwd()):
             raise ConfigError(f"{config} is not below {Path.cwd()}, which is uploaded: copy it there")
@@ -169,19 +172,19 @@ def _files(configs: Sequence[str], *, below: bool) -> list[str]:
 
 
 def _pin(overrides: Sequence[str], run_dir: str) -> list[str]:
-    """Overrides of the job, as options.
+    """Return the overrides of the job, as options.
 
-    A job's own working directory vanishes with it, so a relative run_dir is pinned to where it is here; and a
-    job belongs to the cluster that runs it, not to the one in its config.
+    The working directory of a job is deleted at its end, so a relative run_dir becomes absolute. A job uses
+    the cluster that runs it, not the address in its config.
     """
-    pinned = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
+    absolute = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
     others = [each for each in overrides if each.partition("=")[0].strip() not in ("run_dir", "address")]
-    return [word for each in (*others, f"run_dir={pinned}", "address=null") for word in ("--set", each)]
+    return [word for each in (*others, f"run_dir={absolute}", "address=null") for word in ("--set", each)]
 
 
 def _connect(address: str) -> JobSubmissionClient:
     ray_internals.silence_uploads()
-    # These would silently win over the address that was asked for.
+    # These would silently override the address.
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         os.environ.pop(name, None)
     try:
@@ -196,61 +199,66 @@ def _connect(address: str) -> JobSubmissionClient:
 
 
 def _reason(error: Exception) -> str:
-    """The one line that matters: a server answers with its whole traceback."""
+    """Return the line with the error: the answer of a server is a complete traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    named = [line for line in lines if re.match(r"[\w.]*Error: ", line)]
-    return (named or lines)[-1]
+    errors = [line for line in lines if re.match(r"[\w.]*Error: ", line)]
+    return (errors or lines)[-1]
 
 
 async def _follow(client: JobSubmissionClient, job: str) -> int:
-    """Print the log of a job to its end, over lost connections; returns the job's exit code.
+    """Print the log of a job to its end, reconnecting if necessary, and return the job's exit code.
 
-    ConfigError where the cluster was unreachable for RECONNECT_S.
+    Raises:
+        ConfigError: the cluster was unreachable for RECONNECT_S.
     """
-    printed, heard = 0, monotonic()
+    printed, last_answer = 0, monotonic()
     while True:
-        whole = False
+        is_complete = False
         try:
-            with contextlib.suppress(TimeoutError):  # a quiet job, or a connection that is dead
+            with contextlib.suppress(TimeoutError):  # a quiet job, or a dead connection
                 async for text in _lines(client, job, printed):
                     print(text, end="", flush=True)
-                    printed, heard = printed + len(text), monotonic()
-                whole = True
+                    printed, last_answer = printed + len(text), monotonic()
+                is_complete = True
             details: JobDetails = await asyncio.wait_for(
                 asyncio.to_thread(client.get_job_info, job), RETRY_INTERVAL_S * 2
             )
-            heard = monotonic()
+            last_answer = monotonic()
         except UNREACHABLE as error:
-            if monotonic() - heard > RECONNECT_S:
+            if monotonic() - last_answer > RECONNECT_S:
                 raise ConfigError(
-                    f"no answer of the cluster for {RECONNECT_S / 60:.0f} minutes ({_reason(error)}); {job} "
-                    "may go on: the same command follows it again"
+                    f"the cluster has not answered for {RECONNECT_S / 60:.0f} minutes ({_reason(error)}); "
+                    f"{job} may be running: the same command follows it again"
                 ) from None
             await asyncio.sleep(RETRY_INTERVAL_S)
             continue
-        if whole and details.status.is_terminal():
+        if is_complete and details.status.is_terminal():
             succeeded = details.status == JobStatus.SUCCEEDED
             why = "" if succeeded else _failure(details.message, printed)
             print(f"{job}: {details.status.value.lower()}{why}", file=sys.stderr)
             return 0 if succeeded else details.driver_exit_code or 1
-        await asyncio.sleep(0.2)  # the log may end a moment before the job does
+        await asyncio.sleep(0.2)  # the log may end shortly before the job
 
 
 def _failure(message: str | None, printed: int) -> str:
-    """What Ray says of a job that failed: all of it if there was no log, with which it ends otherwise."""
+    """Return Ray's message about a failed job, or only its first line if the log, its end, was printed."""
     if not message or not message.strip():
         return ""
     return f": {message.strip().splitlines()[0] if printed else message.strip()}"
 
 
 async def _lines(client: JobSubmissionClient, job: str, printed: int) -> AsyncIterator[str]:
-    """The log of a job behind its first `printed` characters; TimeoutError where none comes for QUIET_S."""
+    """Yield the log of a job after its first `printed` characters.
+
+    Raises:
+        TimeoutError: no line arrived for QUIET_S.
+    """
     stream = client.tail_job_logs(job)
-    seen = 0
+    length = 0
     try:
         while True:
             text = await asyncio.wait_for(anext(stream), QUIET_S)
-            start, seen = max(printed - seen, 0), seen + len(text)
+            start, length = max(printed - length, 0), length + len(text)
             if start < len(text):
                 yield text[start:]
     except StopAsyncIteration:

@@ -1,7 +1,7 @@
-"""What the command line prints: by rich on a terminal, as plain text and Markdown into a pipe or a file.
+"""Output of the command line: with rich on a terminal, plain text and Markdown into a pipe or a file.
 
-rich decides what a terminal is and which colours it has: NO_COLOR, TERM=dumb and FORCE_COLOR are heeded.
-Escape sequences in documents never reach the terminal: control characters are left out.
+rich detects a terminal and its colours, and respects NO_COLOR, TERM=dumb and FORCE_COLOR. Escape sequences in
+documents never reach the terminal: control characters are left out.
 """
 
 import re
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 SNIPPET_CHARACTERS = 200
 MAX_COLUMNS = 100  # longer lines are hard to read
 _INDENT = " " * 5
-_STEM, _ENDING = 4, 3  # letters that forms of a word share at least, and in which they may differ
+_STEM, _ENDING = 4, 3  # letters that forms of a word share at least, and may differ in at most
 
 
 def stdout() -> "Console":
-    """The console of the standard output, which prints text as it is."""
-    from rich.console import Console  # late: `--help` prints without it
+    """Return a console of the standard output that prints text without markup."""
+    from rich.console import Console  # late: `--help` does not need it
 
     return Console(markup=False, highlight=False, emoji=False)
 
 
 def show(console: "Console", *parts: "str | Text | ReportTable") -> None:
-    """Print texts, and tables between empty lines; where no terminal shows them, tables are Markdown."""
+    """Print texts, and tables between empty lines; tables are Markdown if the output is not a terminal."""
     for part in parts:
         table = part if isinstance(part, ReportTable) else None
         if not console.is_terminal:
@@ -52,12 +52,12 @@ def _draw(table: ReportTable) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=box.SIMPLE_HEAD)
+    rich_table = Table(box=box.SIMPLE_HEAD)
     for number, name in enumerate(table.head):
-        drawn.add_column(Text(name), justify="left" if number < table.text else "right", overflow="fold")
+        rich_table.add_column(Text(name), justify="left" if number < table.text else "right", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(Text(cell, "bold" if isinstance(cell, StrongCell) else "") for cell in row))
-    return drawn
+        rich_table.add_row(*(Text(cell, "bold" if isinstance(cell, StrongCell) else "") for cell in row))
+    return rich_table
 
 
 def show_hits(console: "Console", hits: "Sequence[SearchHit]", query: str) -> None:
@@ -81,7 +81,6 @@ def show_hits(console: "Console", hits: "Sequence[SearchHit]", query: str) -> No
 
 
 def _mark(text: str, query: str, style: str = "") -> "Text":
-    """A text in a style, with the words of the query in another."""
     from rich.text import Text
 
     pieces = highlight(text, query)
@@ -89,32 +88,32 @@ def _mark(text: str, query: str, style: str = "") -> "Text":
 
 
 def clean(text: object) -> str:
-    """A text in one line without control characters: a document must not write to the terminal itself."""
+    """Return a text as one line without control characters, so that it cannot control the terminal."""
     line = " ".join(str(text).split())
     return "".join(character for character in line if unicodedata.category(character) != "Cc")
 
 
 def highlight(text: str, query: str) -> Iterator[tuple[str, bool]]:
-    """The pieces of `text`, and whether each is a word of `query`, or a form of one.
+    """Yield the pieces of `text`, each with whether it is a word of `query`, or a form of one.
 
-    In scripts without spaces, two letters that follow each other in the query are a word. Function words are
-    marked only where the query has no others.
+    In scripts without spaces, two adjacent letters of the query count as a word. Function words are marked
+    only if the query has no other words.
     """
-    wanted, pairs = _query_words(query)
+    query_words, pairs = _query_words(query)
     plain, places = words.fold_with_places(text)
-    done = 0
+    end_of_last = 0
     for match in _runs().finditer(plain):
         word, run = match.groups()
         if run:
             ranges = [*_pair_ranges(run, pairs)]
         else:
-            ranges = [(0, len(word))] if any(_same_word(word, each) for each in wanted) else []
+            ranges = [(0, len(word))] if any(_same_word(word, each) for each in query_words) else []
         for start, end in ranges:
             start, end = places[match.start() + start], places[match.start() + end]
-            yield text[done:start], False
+            yield text[end_of_last:start], False
             yield text[start:end], True
-            done = end
-    yield text[done:], False
+            end_of_last = end
+    yield text[end_of_last:], False
 
 
 def _runs() -> re.Pattern[str]:
@@ -122,21 +121,21 @@ def _runs() -> re.Pattern[str]:
 
 
 def _query_words(query: str) -> tuple[list[str], set[str]]:
-    """Words of a query, and pairs of letters of its runs in scripts without spaces."""
-    found = _runs().findall(words.fold(query))
-    spaced = [word for word, _ in found if word]
-    telling = [word for word in spaced if word not in _function_words()]
-    pairs = {pair for _, run in found for pair in _pairs(words.clusters(run))}
-    return (telling if telling or pairs else spaced), pairs
+    """Return the words of a query, and the pairs of letters of its runs in scripts without spaces."""
+    runs = _runs().findall(words.fold(query))
+    spaced = [word for word, _ in runs if word]
+    content_words = [word for word in spaced if word not in _function_words()]
+    pairs = {pair for _, run in runs for pair in _pairs(words.clusters(run))}
+    return (content_words if content_words or pairs else spaced), pairs
 
 
 def _pairs(letters: Sequence[str]) -> list[str]:
-    """Letters that follow each other; a letter alone."""
+    """Return pairs of adjacent letters; a single letter is returned as it is."""
     return [*map(add, letters, letters[1:])] if len(letters) > 1 else list(letters)
 
 
 def _pair_ranges(run: str, pairs: set[str]) -> Iterator[tuple[int, int]]:
-    """The parts of a run in a script without spaces that are marked."""
+    """Yield the ranges to mark in a run of a script without spaces."""
     letters = words.clusters(run)
     ends = [*accumulate(map(len, letters), initial=0)]
     covered = {
@@ -154,7 +153,7 @@ def _pair_ranges(run: str, pairs: set[str]) -> Iterator[tuple[int, int]]:
 
 
 def _same_word(one: str, other: str) -> bool:
-    """Whether two words are one, or forms of one: attack, attacks."""
+    """Return whether two words are equal, or forms of one word: attack, attacks."""
     short, long = sorted((one, other), key=len)
     is_form = len(short) >= _STEM and len(long) - len(short) <= _ENDING and long.startswith(short)
     return one == other or is_form

@@ -1,1 +1,1 @@
-"""Vectors of a run in a vector database of the user's own."""
+"""Export of the vectors of a run to a vector database of the user."""

@@ -1,8 +1,8 @@
 """The databases of an export, each through its own client: Qdrant, Milvus, LanceDB, OpenSearch, Parquet.
 
-Every one has the dense vectors in ``dense``, compared by inner product, and the terms in ``terms`` where it
-has sparse vectors. A row's id comes from its doc_id alone, so that a row written again replaces itself.
-Clients are imported when a database is made; `pip install 'scalingnote[vectors]'` installs them.
+Each has the dense vectors in ``dense``, compared by inner product, and the terms in ``terms`` if it has
+sparse vectors. The id of a row depends only on its doc_id, so that a row replaces its earlier version.
+Clients are imported when a database is opened; `pip install 'scalingnote[vectors]'` installs them.
 """
 
 import importlib
@@ -24,13 +24,13 @@ from scalingnote.storage.manifest import write_table
 
 DENSE, TERMS = "dense", "terms"
 MAX_ID_BYTES = 512  # of a doc_id in Milvus
-NO_TERM = (1 << 32) - 2  # Milvus refuses a sparse vector without an entry; no vocabulary has so many terms
+NO_TERM = (1 << 32) - 2  # Milvus refuses an empty sparse vector; no vocabulary has a term of this number
 NO_TERM_WEIGHT = 1e-6
 C = TypeVar("C")
 
 
 class Qdrant(Database):
-    """A Qdrant server (http://...), or a folder that the client itself keeps."""
+    """A Qdrant server (http://...), or a local folder of the client."""
 
     batch_rows = 1_000
 
@@ -39,40 +39,44 @@ class Qdrant(Database):
         self._models, self._collection, self._on_server = client.models, collection, "://" in url
         server = {"url": url, "api_key": os.environ.get("QDRANT_API_KEY")}
         place = server if self._on_server else {"path": url}
-        # The client knows whole seconds.
+        # The client takes only integers of seconds.
         self._client = client.QdrantClient(**place, timeout=None if timeout_s is None else ceil(timeout_s))
 
     def layout(self) -> tuple[int | None, bool] | None:
-        """Dimension of the dense vectors and whether there are terms; None: there is no collection."""
+        """Read the dimension of the dense vectors, and whether there are terms; None without a collection."""
         if not self._client.collection_exists(self._collection):
             return None
-        have = self._client.get_collection(self._collection).config.params
-        size = have.vectors[DENSE].size if isinstance(have.vectors, dict) and DENSE in have.vectors else None
-        return size, TERMS in (have.sparse_vectors or {})
+        params = self._client.get_collection(self._collection).config.params
+        size = (
+            params.vectors[DENSE].size
+            if isinstance(params.vectors, dict) and DENSE in params.vectors
+            else None
+        )
+        return size, TERMS in (params.sparse_vectors or {})
 
     def open(self, layout: ExportLayout) -> None:
-        """Create the collection if it is not there."""
+        """Create the collection if it does not exist."""
         models = self._models
-        if (have := self.layout()) is not None:
-            _require(self._collection, layout, dim=have[0], sparse=have[1])
+        if (current := self.layout()) is not None:
+            _require(self._collection, layout, dim=current[0], sparse=current[1])
             return
         self._client.create_collection(
             self._collection,
             vectors_config={DENSE: models.VectorParams(size=layout.dim, distance=models.Distance.DOT)},
             sparse_vectors_config={TERMS: models.SparseVectorParams()} if layout.sparse else None,
         )
-        # Without them a server's filters read all points, or are refused (strict mode). The local client has
-        # none.
+        # Without payload indexes, a server's filters read all points, or are refused (strict mode). The local
+        # client has none.
         for field in layout.payload if self._on_server else ():
             if (kind := _payload_kind(field)) is not None:
                 self._client.create_payload_index(self._collection, field.name, kind, wait=True)
 
     def count(self) -> int:
-        """Points of the collection."""
+        """Count the points of the collection."""
         return int(self._client.count(self._collection, exact=True).count)
 
     def write(self, rows: ExportRows, *, known: bool) -> None:
-        """Upsert points; Qdrant answers when they are written."""
+        """Upsert points, and wait until Qdrant has written them."""
         models, vectors = self._models, dict[str, Any]()
         vectors[DENSE] = rows.dense.tolist()
         if rows.sparse is not None:
@@ -86,7 +90,7 @@ class Qdrant(Database):
 
 
 def _payload_kind(field: pa.Field) -> str | None:
-    """How Qdrant indexes a column of documents; None of texts that nobody filters by."""
+    """Return the type of Qdrant's index for a column of documents; None for texts without filters."""
     if field.name in ("title", "content"):
         return None
     if pa.types.is_string(field.type):
@@ -99,7 +103,7 @@ def _payload_kind(field: pa.Field) -> str | None:
 
 
 def point_id(doc_id: str) -> str:
-    """The id of a document's point: Qdrant takes UUIDs, not text."""
+    """Compute the id of a document's point, because Qdrant takes UUIDs and not text."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, doc_id))
 
 
@@ -115,18 +119,18 @@ class Milvus(Database):
         self._client = client.MilvusClient(uri=url, token=token, timeout=timeout_s)
 
     def layout(self) -> tuple[int | None, bool] | None:
-        """Dimension of the dense vectors and whether there are terms; None: there is no collection."""
+        """Read the dimension of the dense vectors, and whether there are terms; None without a collection."""
         if not self._client.has_collection(self._collection, timeout=self._timeout_s):
             return None
-        described = self._client.describe_collection(self._collection, timeout=self._timeout_s)
-        fields = {field["name"]: field for field in described["fields"]}
+        description = self._client.describe_collection(self._collection, timeout=self._timeout_s)
+        fields = {field["name"]: field for field in description["fields"]}
         return int(fields[DENSE]["params"]["dim"]) if DENSE in fields else None, TERMS in fields
 
     def open(self, layout: ExportLayout) -> None:
-        """Create the collection if it is not there, and load it."""
+        """Create the collection if it does not exist, and load it."""
         client, types = self._client, self._types
-        if (have := self.layout()) is not None:
-            _require(self._collection, layout, dim=have[0], sparse=have[1])
+        if (current := self.layout()) is not None:
+            _require(self._collection, layout, dim=current[0], sparse=current[1])
             client.load_collection(self._collection)
             return
         schema = client.create_schema(auto_id=False, enable_dynamic_field=True)
@@ -140,18 +144,16 @@ class Milvus(Database):
         client.create_collection(self._collection, schema=schema, index_params=indices)
 
     def count(self) -> int:
-        """Rows of the collection."""
-        found = self._client.query(
+        """Count the rows of the collection."""
+        rows = self._client.query(
             self._collection, filter="", output_fields=["count(*)"], timeout=self._timeout_s
         )
-        return int(found[0]["count(*)"])
+        return int(rows[0]["count(*)"])
 
     def write(self, rows: ExportRows, *, known: bool) -> None:
-        """Upsert rows; the columns of documents are dynamic fields."""
+        """Upsert rows, with the columns of documents as dynamic fields."""
         if long := [doc_id for doc_id in rows.ids if len(doc_id.encode()) > MAX_ID_BYTES]:
-            raise DataError(
-                f"doc_id {long[0]!r} has over {MAX_ID_BYTES} bytes, which is what Milvus keeps of one"
-            )
+            raise DataError(f"doc_id {long[0]!r} has over {MAX_ID_BYTES} bytes, the limit of Milvus")
         entities = [
             {"doc_id": doc_id, DENSE: vector, **payload}
             for doc_id, vector, payload in zip(rows.ids, rows.dense, rows.payload_rows(), strict=True)
@@ -162,12 +164,12 @@ class Milvus(Database):
         self._client.upsert(self._collection, entities)
 
     def finish(self) -> None:
-        """Seal what is in memory."""
+        """Seal the segments in memory."""
         self._client.flush(self._collection)
 
 
 class LanceDB(Database):
-    """A table of LanceDB: a folder or an URI of an object store. Terms are columns, not an index."""
+    """A table of LanceDB, in a folder or at a URI of an object store. Terms are columns, not an index."""
 
     batch_rows = 10_000  # each batch is a version and a fragment of the table
 
@@ -176,7 +178,7 @@ class LanceDB(Database):
         self._table: Any = None
 
     def open(self, layout: ExportLayout) -> None:
-        """Create the table if it is not there."""
+        """Create the table if it does not exist."""
         fields = [pa.field("doc_id", pa.string()), pa.field(DENSE, pa.list_(pa.float32(), layout.dim))]
         if layout.sparse:
             fields += [pa.field(TERMS, pa.list_(pa.int32())), pa.field("impacts", pa.list_(pa.float32()))]
@@ -185,16 +187,16 @@ class LanceDB(Database):
             self._table = self._database.create_table(self._collection, schema=self._schema)
             return
         self._table = self._database.open_table(self._collection)
-        have = self._table.schema
-        dim = have.field(DENSE).type.list_size if DENSE in have.names else None
-        _require(self._collection, layout, dim=dim, sparse=TERMS in have.names)
+        current = self._table.schema
+        dim = current.field(DENSE).type.list_size if DENSE in current.names else None
+        _require(self._collection, layout, dim=dim, sparse=TERMS in current.names)
 
     def count(self) -> int:
-        """Rows of the table."""
+        """Count the rows of the table."""
         return int(self._table.count_rows())
 
     def write(self, rows: ExportRows, *, known: bool) -> None:
-        """Merge rows by doc_id where some may be there, which reads the table; else append them."""
+        """Append rows, or if some may exist, merge them by doc_id, which reads the table."""
         table = to_table(rows).cast(self._schema)
         if known:
             self._table.merge_insert(
@@ -204,7 +206,7 @@ class LanceDB(Database):
             self._table.add(table)
 
     def finish(self) -> None:
-        """Join the fragments."""
+        """Compact the fragments of the table."""
         self._table.optimize()
 
 
@@ -220,11 +222,13 @@ class OpenSearch(Database):
         self._client, self._collection = client.OpenSearch(url, http_auth=login, timeout=60), collection
 
     def open(self, layout: ExportLayout) -> None:
-        """Create the index if it is not there."""
+        """Create the index if it does not exist."""
         if self._client.indices.exists(index=self._collection):
-            found = self._client.indices.get_mapping(index=self._collection)
-            have = next(iter(found.values()))["mappings"].get("properties", {})
-            _require(self._collection, layout, dim=have.get(DENSE, {}).get("dimension"), sparse=TERMS in have)
+            mappings = self._client.indices.get_mapping(index=self._collection)
+            current = next(iter(mappings.values()))["mappings"].get("properties", {})
+            _require(
+                self._collection, layout, dim=current.get(DENSE, {}).get("dimension"), sparse=TERMS in current
+            )
             return
         method = {"name": "hnsw", "space_type": "innerproduct", "engine": "faiss"}
         properties: dict[str, Any] = {
@@ -237,12 +241,16 @@ class OpenSearch(Database):
         self._client.indices.create(index=self._collection, body=body)
 
     def count(self) -> int:
-        """Documents of the index."""
+        """Count the documents of the index."""
         self._client.indices.refresh(index=self._collection)
         return int(self._client.count(index=self._collection)["count"])
 
     def write(self, rows: ExportRows, *, known: bool) -> None:
-        """Index documents by their ids in one request; DataError names the first that was refused."""
+        """Index documents by their ids in one request.
+
+        Raises:
+            DataError: a document was refused.
+        """
         lines: list[dict[str, Any]] = []
         for doc_id, vector, terms, payload in zip(
             rows.ids, rows.dense.tolist(), rows.sparse_rows(), rows.payload_rows(), strict=True
@@ -262,7 +270,7 @@ class OpenSearch(Database):
 
 
 class Parquet(Database):
-    """A folder of Parquet files, one a batch, for whatever reads them."""
+    """A folder of Parquet files, one per batch, for other programs."""
 
     batch_rows = 50_000
 
@@ -270,10 +278,10 @@ class Parquet(Database):
         self._folder = fs.join(url, collection)
 
     def open(self, layout: ExportLayout) -> None:
-        """Nothing is to be created."""
+        """Do nothing: the first file creates the folder."""
 
     def count(self) -> int:
-        """Rows of all files."""
+        """Count the rows of all files."""
         return sum(map(self._rows, fs.list_files(self._folder)))
 
     def _rows(self, name: str) -> int:
@@ -281,7 +289,7 @@ class Parquet(Database):
             return int(pq.ParquetFile(file).metadata.num_rows)
 
     def write(self, rows: ExportRows, *, known: bool) -> None:
-        """Write a file named by its first row; an export from the beginning replaces an earlier one."""
+        """Write a file named by its first row; an export from the first row replaces an earlier one."""
         if known and rows.first == 0:
             for name in fs.list_files(self._folder):
                 if name.startswith("part-"):
@@ -299,28 +307,36 @@ DATABASES: dict[str, Callable[[str, str], Database]] = {
 
 
 def connect(to: str, url: str, collection: str) -> Database:
-    """A collection of a database; ConfigError where its client is not installed or nothing answers."""
+    """Connect to a collection of a database.
+
+    Raises:
+        ConfigError: the client is not installed, or the database does not answer.
+    """
     return call_client(to, url, lambda: DATABASES[to](url, collection))
 
 
 def call_client(to: str, url: str | None, make: Callable[[], C]) -> C:
-    """What `make` makes of a database; ConfigError where its client is not installed or nothing answers."""
+    """Call `make`, which connects to a database, and convert its errors.
+
+    Raises:
+        ConfigError: the client is not installed, or the database does not answer.
+    """
     try:
         return make()
     except ConfigError:
         raise
-    except Exception as error:  # each client has its own
+    except Exception as error:  # each client has its own errors
         raise ConfigError(f"no {to} at {url}: {error}") from error
 
 
 def to_table(rows: ExportRows) -> pa.Table:
-    """Rows as a table."""
+    """Convert rows to a table."""
     columns = {"doc_id": pa.array(rows.ids, pa.string()), DENSE: arrow.to_arrow(rows.dense)}
     if rows.sparse is not None:
-        found = rows.sparse_rows()
-        columns[TERMS] = pa.array([[*row] for row in found], pa.list_(pa.int32()))
+        terms_of_rows = rows.sparse_rows()
+        columns[TERMS] = pa.array([[*row] for row in terms_of_rows], pa.list_(pa.int32()))
         columns["impacts"] = pa.array(
-            [np.fromiter(row.values(), np.float32) for row in found], pa.list_(pa.float32())
+            [np.fromiter(row.values(), np.float32) for row in terms_of_rows], pa.list_(pa.float32())
         )
     table = pa.table(columns)
     for name in rows.payload.column_names:
@@ -329,12 +345,12 @@ def to_table(rows: ExportRows) -> pa.Table:
 
 
 def _require(collection: str, layout: ExportLayout, *, dim: int | None, sparse: bool) -> None:
-    """ConfigError where a collection cannot take the rows of a layout."""
+    """Raise ConfigError if a collection cannot take the rows of a layout."""
     if dim != layout.dim or sparse < layout.sparse:
-        have = f"{dim or 'no'} dimensions of {DENSE!r}{'' if sparse else f', no {TERMS!r}'}"
+        actual = f"{dim or 'no'} dimensions of {DENSE!r}{'' if sparse else f', no {TERMS!r}'}"
         raise ConfigError(
-            f"collection {collection!r} is there with {have}; the vectors have {layout.dim}"
-            f"{' and terms' if layout.sparse else ''}: name another collection or delete it"
+            f"collection {collection!r} exists with {actual}; the vectors have {layout.dim}"
+            f"{' and terms' if layout.sparse else ''}: give another collection or delete it"
         )
 
 

@@ -1,1 +1,1 @@
-"""ScalingNote in other frameworks; each module needs the extra of its name."""
+"""Integrations of ScalingNote in frameworks; each module needs the extra of its name."""

@@ -25,29 +25,29 @@ from scalingnote.integrations.client import (
 
 
 class _Keyed(Serializable):
-    """What ``dumps`` writes of both classes: all but the key."""
+    """Base of both classes, of which ``dumps`` writes all fields except the key."""
 
     url: Address
     api_key: SecretStr | None = None
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """Whether ``dumps`` writes it."""
+        """Return whether ``dumps`` can write the class."""
         return True
 
     @property
     def lc_secrets(self) -> dict[str, str]:
-        """The name of the key, which ``dumps`` writes in its place."""
+        """Name of the key, which ``dumps`` writes instead of the key."""
         return {"api_key": KEY_VARIABLE}
 
 
 class ScalingNoteEmbeddings(_Keyed, Embeddings):
-    """Documents are embedded by the document tower, queries by the query tower.
+    """Embeddings of documents by the document tower, and of queries by the query tower.
 
     Args:
-        url: of the server.
-        api_key: where the server asks for one.
-        model: a name of ``/v1/models``; None: the server's own.
+        url: URL of the server.
+        api_key: API key, if the server requires one.
+        model: a name from ``/v1/models``; None: the server's model.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -58,11 +58,11 @@ class ScalingNoteEmbeddings(_Keyed, Embeddings):
         super().__init__(url=url, api_key=api_key, model=model)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Unit embeddings of texts that are to be found."""
+        """Return unit embeddings of documents."""
         return self._client().embed(texts, "document")
 
     def embed_query(self, text: str) -> list[float]:
-        """Unit embedding of a query."""
+        """Return the unit embedding of a query."""
         return self._client().embed([text], "query")[0]
 
     def _client(self) -> Client:
@@ -70,7 +70,7 @@ class ScalingNoteEmbeddings(_Keyed, Embeddings):
 
 
 class ScalingNoteRetriever(_Keyed, BaseRetriever):
-    """The best documents of the server's index; `filter` has fields that its ``/info`` lists."""
+    """Retriever over the server's index; `filter` has fields that its ``/info`` lists."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,8 +80,8 @@ class ScalingNoteRetriever(_Keyed, BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
-        asked = client(self.url, self.api_key)
+        server = client(self.url, self.api_key)
         return [
             Document(id=hit["doc_id"], page_content=text_of(hit), metadata=metadata_of(hit))
-            for hit in asked.search(query, k=self.k, filter=self.filter)
+            for hit in server.search(query, k=self.k, filter=self.filter)
         ]

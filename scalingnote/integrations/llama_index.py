@@ -24,10 +24,10 @@ from scalingnote.integrations.client import (
 
 
 class ScalingNoteEmbedding(BaseEmbedding):
-    """Nodes are embedded by the document tower, queries by the query tower of the server at `url`.
+    """Embeddings of nodes by the document tower, and of queries by the query tower, of the server at `url`.
 
-    The cache of an IngestionPipeline tells servers apart by `url` and `model`: name the model if the server's
-    own may change.
+    The cache of an IngestionPipeline distinguishes servers by `url` and `model`: set `model` if the server's
+    model may change.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -41,7 +41,7 @@ class ScalingNoteEmbedding(BaseEmbedding):
     ) -> None:
         if more.get("embeddings_cache") is not None:
             raise ConfigError(
-                "embeddings_cache has one embedding a text, whichever side and server read it: "
+                "embeddings_cache has one embedding per text, for all sides and servers: "
                 "use the cache of an IngestionPipeline"
             )
         more.setdefault("model_name", model or "scalingnote")
@@ -49,7 +49,7 @@ class ScalingNoteEmbedding(BaseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        """The name in dictionaries and events."""
+        """Return the name in dictionaries and events."""
         return "ScalingNoteEmbedding"
 
     def _get_query_embedding(self, query: str) -> list[float]:
@@ -72,7 +72,7 @@ class ScalingNoteEmbedding(BaseEmbedding):
 
 
 class ScalingNoteRetriever(BaseRetriever):
-    """The `k` best documents of the server's index; `filter` has fields that its ``/info`` lists."""
+    """Retriever of the `k` best documents in the server's index; `filter` has fields of its ``/info``."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ScalingNoteRetriever(BaseRetriever):
         return await asyncio.to_thread(self._retrieve, query_bundle)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        asked = client(self.url, self.api_key)
-        hits = asked.search(query_bundle.query_str, k=self.k, filter=self.filter)
+        server = client(self.url, self.api_key)
+        hits = server.search(query_bundle.query_str, k=self.k, filter=self.filter)
         nodes = [TextNode(id_=hit["doc_id"], text=text_of(hit), metadata=metadata_of(hit)) for hit in hits]
         return [NodeWithScore(node=node, score=hit["score"]) for node, hit in zip(nodes, hits, strict=True)]

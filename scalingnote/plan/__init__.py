@@ -1,1 +1,1 @@
-"""What scale costs and what it buys: a run's cost from its config, scaling laws, a whole system's plan."""
+"""Costs and benefits of scale: the cost of a run by its config, scaling laws, the plan of a system."""

@@ -1,10 +1,10 @@
-"""The plan of a whole system: GPU hours, bytes, machines and money for a corpus and its traffic.
+"""The plan of a complete system: GPU hours, bytes, machines and cost for a corpus and its traffic.
 
     PlanConfig ─► GPU hours · embeddings · offline stages · index ─► searchers, encoders, gateways
 
-Plain arithmetic on the constants of constants.json; docs/guides/scaling.md states each formula. Scan times
-beyond the measured million documents are an assumption: with 4·sqrt(documents) inverted lists, of which as
-many are probed as at a million, they grow with sqrt(documents).
+It computes with the constants of constants.json; docs/guides/scaling.md states each formula. Scan times for
+more than the measured million documents are an assumption: with 4·sqrt(documents) inverted lists, and the
+same number of probed lists as for a million documents, they grow with sqrt(documents).
 """
 
 from collections.abc import Mapping
@@ -35,14 +35,14 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     Returns:
         Figures by name, money in US dollars; plan.txt prints them:
 
-        - config, parameters: what was planned for; parameters without embeddings of a tower
-        - phases: gpu_hours, days and cost of work on GPUs that is done once
-        - training_bytes, encoding_bytes: on one GPU, without activations
+        - config, parameters: the settings; parameters of a tower without embeddings
+        - phases: gpu_hours, days and cost of one-time work on GPUs
+        - training_bytes, encoding_bytes: bytes on one GPU, without activations
         - offline: core_hours, hours (on all nodes), read_gb, written_gb, requests, cost, driver_gb of a stage
-        - embeddings: GB by type of number, and a month's cost of float16
+        - embeddings: GB by type of number, and the cost of float16 per month
         - family, index: the cheapest family of indexes that reaches the recall, and its bytes and times
-        - sizes, best: searchers on nodes of each size, and the size that costs least
-        - serving: processes of one core each, by name
+        - sizes, best: searchers on nodes of each size, and the cheapest size
+        - serving: number of processes with one core each, by name
         - once, months, month: all costs
 
     Raises:
@@ -93,21 +93,21 @@ def plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def _phases(config: PlanConfig, shape: Shape) -> dict[str, Figures]:
-    """Training, distillation and encoding on GPUs."""
+    """Compute time and cost of training, distillation and encoding on GPUs."""
     lora, dim = Lora(rank=config.lora) if config.lora else None, config.dim
     query, document = (
         flops.row(shape, tokens=tokens, pooled=pooled, dim=dim, lora=lora, checkpointing=True).total
         for tokens, pooled in ((config.query_tokens, 1), (config.tokens, VIEWS))
     )
-    distilled = flops.forward(shape, tokens=config.query_tokens)
+    distill_operations = flops.forward(shape, tokens=config.query_tokens)
     if config.query_tower != "lookup":  # a lookup table has no matrix products
         student = flops.row(backbone_shape(STUDENT), tokens=config.query_tokens, pooled=1, dim=dim)
-        distilled += constant("distill_epochs") * student.total
-    encoded = config.documents * flops.forward(shape, tokens=config.tokens)
+        distill_operations += constant("distill_epochs") * student.total
+    encode_operations = config.documents * flops.forward(shape, tokens=config.tokens)
     work = {
         "train": config.pairs * (query + (1 + constant("hard_negatives")) * document),
-        "distil": config.pairs * distilled,
-        "encode": encoded / constant("encode_share"),
+        "distil": config.pairs * distill_operations,
+        "encode": encode_operations / constant("encode_share"),
     }
     gpu = GPUS[config.gpu]
     phases = {}
@@ -118,7 +118,7 @@ def _phases(config: PlanConfig, shape: Shape) -> dict[str, Figures]:
 
 
 def _training_bytes(config: PlanConfig, shape: Shape) -> float:
-    """Bytes on one GPU that do not depend on the batch, sharded over several GPUs."""
+    """Compute the bytes on one GPU that do not depend on the batch, sharded over several GPUs."""
     lora = Lora(rank=config.lora) if config.lora else None
     return training_state(
         Fsdp2() if config.gpus > 1 else Ddp(),
@@ -133,11 +133,11 @@ def _training_bytes(config: PlanConfig, shape: Shape) -> float:
 
 
 def _index(config: PlanConfig, name: str) -> Figures:
-    """Bytes of the index in a family, and the time of a scan on one core."""
+    """Compute the bytes of the index in a family, and the time of a scan on one core."""
     family = {key: entry["value"] for key, entry in CONSTANTS["families"][name].items()}
     measured_dim = constant("index_dimensions")
     document = family["bytes"] + family["bytes_per_dimension"] * (config.dim - measured_dim)
-    # What a searcher holds of a document beside its vector: ids and filters.
+    # A searcher holds ids and filters of a document in addition to its vector.
     row = document + constant("searcher_bytes") - constant("searcher_vector_bytes")
     growth = config.documents / constant("index_documents")
     growth = growth if name == "flat" else sqrt(growth)
@@ -147,21 +147,21 @@ def _index(config: PlanConfig, name: str) -> Figures:
         "document_bytes": document,
         "row_bytes": row,
         "gb": config.documents * row / 1e9,
-        "texts_gb": texts / 1e9,  # of all shards: each searcher has a copy of those of its own
+        "texts_gb": texts / 1e9,  # of all shards: each searcher has a copy of the texts of its shards
         "scan_us": family["us"] * growth * config.dim / measured_dim,
     }
 
 
 def _searchers(config: PlanConfig, memory: int, index: Figures) -> Figures:
-    """Nodes of `memory` GB: shards so that the index fits, replicas so that the queries are answered."""
+    """Compute nodes of `memory` GB: enough shards to hold the index, enough replicas for the queries."""
     cores = memory / constant("gb_per_core")
-    held = index["gb"] * constant("index_versions")
-    shards = _round_up(held / (memory * constant("usable_memory")))
+    index_gb = index["gb"] * constant("index_versions")
+    shards = _round_up(index_gb / (memory * constant("usable_memory")))
     more_us = (constant("index_us_four_shards") - constant("index_us_one")) / 3  # of one more shard
     shard_ms = (index["scan_us"] + more_us * (shards - 1)) / shards / 1000
     busy_cores = config.qps * shard_ms / 1000 / constant("busy")
     replicas = max(float(config.replicas), _round_up(busy_cores / cores))
-    # A request through replicas makes two calls more than one that is answered inside its gateway.
+    # A request through replicas needs two calls more than a request that the gateway itself answers.
     machine = constant("gateway_cores")
     call_s = (machine / constant("gateway_rate") - machine / constant("gateway_rate_in_process")) / 2
     fan_out = config.qps * call_s * (shards - 1) / constant("busy")
@@ -171,11 +171,11 @@ def _searchers(config: PlanConfig, memory: int, index: Figures) -> Figures:
 
 
 def _serving(config: PlanConfig) -> dict[str, Figures]:
-    """Query encoders and gateways.
+    """Compute the numbers of query encoders and gateways.
 
-    Query encoders run at the rate measured for their form, in proportion to the tokens of a query. That is
-    rough far from the measured length, because part of the time does not grow: 4 tokens take 0.5 of the time
-    of 13, not 0.3. Gateways have the CPU time of a request, load generator and search included.
+    Query encoders run at the rate measured for their form, in proportion to the tokens of a query. This is
+    inaccurate far from the measured length, because part of the time is constant: 4 tokens take 0.5 of the
+    time of 13, not 0.3. The CPU time of a gateway includes the load generator and the search.
     """
     queries_per_core = constant(f"encoder_rate_{config.query_tower}") * constant("encoder_tokens")
     requests_per_core = constant("gateway_rate") / constant("gateway_cores")
@@ -186,42 +186,42 @@ def _serving(config: PlanConfig) -> dict[str, Figures]:
 
 
 def _processes(config: PlanConfig, working_cores: float) -> Figures:
-    """Processes of one core each; `working_cores` is the number of cores that work all the time."""
+    """Compute a number of processes with one core each; `working_cores` cores are busy all the time."""
     count = max(float(config.replicas), _round_up(working_cores / constant("busy")))
     return {"count": count, "month": count * core_price() * MONTH_HOURS}
 
 
 def core_price() -> float:
-    """US dollars of a core's hour with its memory."""
+    """Compute the price of a core and its memory, in US dollars per hour."""
     return constant("core_price") + constant("gb_per_core") * constant("memory_price")
 
 
 def _round_up(value: float) -> float:
-    """The next whole number; the factor keeps a rounding error from adding one."""
+    """Round up; the factor prevents a rounding error from adding one."""
     return float(ceil(value * (1 - 1e-12)))
 
 
 def stage_figures(costs: Mapping[str, Any], *, documents: int, units: int = 0) -> Figures:
-    """Figures of one stage: a + b·documents·passes + c·units + d·documents·units for each [a, b, c, d].
+    """Compute the figures of a stage: a + b·documents·passes + c·units + d·documents·units by [a, b, c, d].
 
     Args:
-        costs: of the stage, an entry of "stages" in constants.json.
-        documents: of the corpus.
-        units: queries, or codes, that the work of the stage also grows with.
+        costs: costs of the stage, an entry of "stages" in constants.json.
+        documents: number of documents of the corpus.
+        units: number of queries or codes, with which the work of the stage also grows.
     """
     passes = ceil(units / costs["units_per_pass"]) if costs["units_per_pass"] else 1
     figures = {}
     for name in STAGE_FIGURES:
         fixed, document, unit, pair = costs[name]
-        times = 1 if name == "driver GB" else passes  # one driver runs them all
+        times = 1 if name == "driver GB" else passes  # one driver runs all passes
         figures[name] = float(fixed + document * documents * times + unit * units + pair * documents * units)
     return figures
 
 
 def stage_costs(config: PlanConfig) -> dict[str, Figures]:
-    """What every measured stage takes. Work that grows with the corpus is divided evenly among the cores.
+    """Compute the costs of every measured stage; work that grows with the corpus uses all cores evenly.
 
-    Work and bytes of texts grow with the tokens of a document, those of embeddings with their dimensions.
+    Work and bytes of texts grow with the tokens of a document, those of embeddings with the dimension.
     """
     queries = config.queries or max(config.pairs // 10, 1)
     units = {"queries": queries, "codes": int(constant("semantic_codes"))}
@@ -229,13 +229,13 @@ def stage_costs(config: PlanConfig) -> dict[str, Figures]:
         "texts": config.tokens / constant("stage_tokens"),
         "embeddings": config.dim / constant("stage_dimensions"),
     }
-    found = {}
+    stages = {}
     for name, costs in CONSTANTS["stages"].items():
         figures = stage_figures(costs, documents=config.documents, units=units.get(costs["units"], 0))
         scale, fixed = times[costs["rows"]], costs["seconds"][0]
         growing = (figures["seconds"] - fixed) * constant("stage_cores") * scale
         core_hours = (growing + fixed) / 3600
-        found[name] = {
+        stages[name] = {
             "core_hours": core_hours,
             "hours": (growing / config.cores + fixed) / 3600,
             "read_gb": figures["read MB"] * scale / 1e3,
@@ -244,11 +244,11 @@ def stage_costs(config: PlanConfig) -> dict[str, Figures]:
             "cost": core_hours * core_price() + figures["requests"] / 1e6 * constant("request_price"),
             "driver_gb": figures["driver GB"],
         }
-    return found
+    return stages
 
 
 def plan_text(planned: Mapping[str, Any]) -> str:
-    """The plan as text: figures, assumptions, and notes on what does not fit and what was not measured."""
+    """Format the plan as text: figures, assumptions, and notes on poor fits and unmeasured cases."""
     text = reports.render(
         "plan.txt",
         plan=planned,

@@ -2,8 +2,8 @@
 
     LadderConfig ─rung_configs─► configs ─(pipeline)─► dual encoders ─build─► table, laws, report, plots
 
-Every rung sees each of its pairs once, like the paper's runs. Rows are shuffled in one order, so the pairs
-of a smaller rung are among those of a larger one.
+Every rung sees each of its pairs once, like the runs of the paper. All rungs shuffle the rows in the same
+order, so a larger rung includes the pairs of a smaller one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,21 +35,23 @@ BUDGETS = (1, 10, 100)  # operations to split by the joint law, as multiples of 
 
 
 def rung_configs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainConfig]:
-    """Stage I's config of every run, the smallest model first, made from the one that all share.
+    """Build the config of stage I for every run, the smallest model first, from the shared config.
 
-    Sizes that are equal, or equally many batches, are one run.
+    Equal sizes, and sizes with an equal number of batches, are one run.
 
     Raises:
-        ConfigError: a run asks for more pairs than there are `rows` or fewer than a batch, a tower is no
+        ConfigError: a run needs more pairs than there are `rows` or fewer than a batch, a tower is not a
             transformer, validation is missing, or it may stop a run before its last pair.
     """
     if train.validation is None:
-        raise ConfigError("a ladder measures on validation queries: leave train.validation in")
+        raise ConfigError("a ladder measures on validation queries: set train.validation")
     if train.validation.patience is not None:
-        raise ConfigError("a ladder shows every run all of its pairs: leave out train.validation.patience")
+        raise ConfigError(
+            "a ladder trains every run on all of its pairs: leave out train.validation.patience"
+        )
     if not (isinstance(train.query, TowerConfig) and isinstance(train.document, TowerConfig)):
         raise ConfigError(
-            "a ladder grows transformers: set train.query and train.document to kind transformer"
+            "a ladder needs transformers: set train.query and train.document to kind transformer"
         )
     batch = train.global_batch
     per_epoch = rows // batch
@@ -60,7 +62,7 @@ def rung_configs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list
             f"see {batch} to {per_epoch * batch:,} once; collect more, or lower it"
         )
     narrowest = min(backbone_shape(backbone).hidden for backbone in config.backbones)
-    made = []
+    configs = []
     backbones, seeds = dict.fromkeys(config.backbones), dict.fromkeys(config.seeds)
     for backbone, count, seed in product(backbones, steps, seeds):
         slower = (narrowest / backbone_shape(backbone).hidden) ** config.lr_by_width
@@ -72,8 +74,8 @@ def rung_configs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list
             "epochs": count / per_epoch,
             "seed": seed,
         }
-        made.append(train.model_copy(update=changes))
-    return sorted(made, key=lambda one: backbone_shape(one.document.backbone).non_embedding_parameters)
+        configs.append(train.model_copy(update=changes))
+    return sorted(configs, key=lambda one: backbone_shape(one.document.backbone).non_embedding_parameters)
 
 
 def build(config: LadderConfig, trained: Sequence[Artifact], *, output: str) -> Artifact:
@@ -98,10 +100,10 @@ def build(config: LadderConfig, trained: Sequence[Artifact], *, output: str) -> 
 
 
 def rung_row(trained: Artifact) -> dict[str, Any]:
-    """The row of a trained dual encoder in the ladder's table.
+    """Build the row of a trained dual encoder in the ladder's table.
 
     Raises:
-        ArtifactError: it was trained before the documents of a pair were counted.
+        ArtifactError: an earlier version trained it, which did not count the documents of a pair.
     """
     config, counts = validate(TrainConfig, trained.manifest.config, source=trained.uri), trained.counts
     assert isinstance(config.query, TowerConfig)  # rung_configs() refuses others
@@ -139,7 +141,7 @@ def rung_row(trained: Artifact) -> dict[str, Any]:
 
 
 def rung_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Rows of :func:`rung_row` as a table, the smallest model first."""
+    """Build the table of rows of :func:`rung_row`, the smallest model first."""
     more = {"seed": pa.int64(), "operations": pa.float64(), "seconds": pa.float64(), "artifact": pa.string()}
     columns = pa.schema([*schema.LADDER, *(pa.field(name, kind) for name, kind in more.items())])
     return pa.Table.from_pylist(rows, schema=columns).sort_by(
@@ -148,8 +150,10 @@ def rung_table(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def fit_laws(table: pa.Table) -> dict[Kind, Fit]:
-    """The laws that the table has enough sizes for: of model size at the most data, of data at the largest
-    model, and of both."""
+    """Fit the laws that the table has enough sizes for.
+
+    They are the laws of model size at the most data, of data at the largest model, and of both.
+    """
     most, largest = pc.max(table["examples"]), pc.max(table["parameters"])
     parts: dict[Kind, pa.Table] = {
         "size": table.filter(pc.equal(table["examples"], most)),
@@ -159,14 +163,14 @@ def fit_laws(table: pa.Table) -> dict[Kind, Fit]:
     fits: dict[Kind, Fit] = {}
     for kind, part in parts.items():
         runs = laws.read_runs(part)
-        with suppress(DataError):  # too few sizes; the report says so
+        with suppress(DataError):  # too few sizes, which the report states
             fits[kind] = laws.fit(kind, runs, draws=laws.DRAWS)
     return fits
 
 
 def law_report(table: pa.Table, fits: Mapping[Kind, Fit]) -> dict[str, Any]:
-    """The fitted laws as JSON values: R², constants with intervals, and best splits of budgets."""
-    found = {
+    """Convert the fitted laws to JSON values: R², constants with intervals, and best splits of budgets."""
+    laws_by_kind = {
         kind: {
             "runs": len(law.runs.entropy),
             "degrees_of_freedom": law.freedom,
@@ -185,9 +189,9 @@ def law_report(table: pa.Table, fits: Mapping[Kind, Fit]) -> dict[str, Any]:
             budget = times * largest["operations"]
             best = fits["joint"].split(budget, per_parameter=per_parameter)
             splits.append({"operations": budget, **{name: [*interval] for name, interval in best.items()}})
-    return {"level": laws.LEVEL, "laws": found, "splits": splits}
+    return {"level": laws.LEVEL, "laws": laws_by_kind, "splits": splits}
 
 
 def report_text(table: pa.Table, report: dict[str, Any]) -> str:
-    """The ladder's report as Markdown: rungs, constants of laws and best splits of budgets."""
+    """Format the ladder's report as Markdown: rungs, constants of laws and best splits of budgets."""
     return render("ladder.md", rungs=table.to_pylist(), report=report, needs=laws.NEEDS)

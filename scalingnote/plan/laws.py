@@ -9,8 +9,7 @@ the joint law is that of Kaplan et al., 2020, Eq. 1.5, over a floor δ).
 
 A fit minimizes Huber's loss on log entropies (Hoffmann et al., 2022, section 3.3), so that one failed run
 does not bend the curve. Intervals come from a bootstrap of residuals: with five sizes, resampled runs would
-often hold too few sizes to fit at all. The intervals widen like Student's t if few degrees of freedom are
-left.
+often have too few sizes for a fit. With few degrees of freedom, the intervals are wider, like Student's t.
 """
 
 from collections.abc import Iterator
@@ -39,22 +38,22 @@ NEEDS: dict[Kind, str] = {
     "data": "at least 4 numbers of pairs, all with the same model size",
     "joint": "at least 3 model sizes, 3 numbers of pairs and 7 runs in all",
 }
-# Errors of the logarithm above it count linearly instead of squared; runs that differ only in their seed stay
-# well below.
+# Larger errors of the logarithm count linearly instead of squared; runs that differ only in their seed have
+# much smaller ones.
 HUBER_THRESHOLD = 0.03
-STARTS = (0.1, 0.5), (1e-3, 0.5), (0.3, 1.0)  # exponents, floors over the least, outer
-DRAWS = 200  # bootstrap fits behind the intervals
+STARTS = (0.1, 0.5), (1e-3, 0.5), (0.3, 1.0)  # exponents, floors relative to the least entropy, outer
+DRAWS = 200  # number of bootstrap fits for the intervals
 LEVEL = 0.95  # of the intervals
-CURVE_POINTS, CURVE_REACH = 60, 3.0  # of each plotted curve; it ends at so many times the largest size
+CURVE_POINTS, CURVE_REACH = 60, 3.0  # of each plotted curve, which ends at this multiple of the largest size
 
 
 def power_law(size: Any, c: Any, alpha: Any, delta: Any) -> Any:
-    """Entropy at a number of parameters, or of pairs (Eq. 18, 19); numbers or arrays."""
+    """Compute the entropy at a number of parameters, or of pairs (Eq. 18, 19); numbers or arrays."""
     return (c / size) ** alpha + delta
 
 
 def joint_law(parameters: Any, data: Any, a: Any, b: Any, alpha: Any, beta: Any, delta: Any) -> Any:
-    """Entropy of a model with `parameters` trained on `data` pairs (Eq. 20); numbers or arrays."""
+    """Compute the entropy of `parameters` trained on `data` pairs (Eq. 20); numbers or arrays."""
     return ((a / parameters) ** (alpha / beta) + b / data) ** beta + delta
 
 
@@ -77,7 +76,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted law: its constants by name, each an array of the fit's value and those of all draws."""
+    """A fitted law: its constants by name, each an array with the value of the fit and then of all draws."""
 
     kind: Kind
     values: dict[str, Float[ndarray, " laws"]]
@@ -86,47 +85,47 @@ class Fit:
     scatter: float  # standard deviation of a run around the law, of the logarithm
 
     def constants(self) -> dict[str, Interval]:
-        """Every constant of the law with its interval, by its name."""
+        """Return every constant of the law with its interval, by name."""
         return {name: _interval(values) for name, values in self.values.items()}
 
     def predict(self, *, parameters: float, data: float) -> Interval:
-        """Predicted entropy; a law of one size does not depend on the other, and holds at that of its runs.
+        """Predict the entropy; a law of one size ignores the other size, and holds for that of its runs.
 
-        The interval is that of the curve, around which single runs scatter.
+        The interval is that of the curve; single runs scatter around it.
         """
         return _interval(self.entropies(parameters, data))
 
     def entropies(self, parameters: Any, data: Any) -> Values:
-        """Entropies by the law and by each draw, along the last axis."""
+        """Compute the entropies by the law and by each draw, along the last axis."""
         if self.kind == "joint":
             return np.asarray(joint_law(parameters, data, **self.values))
         return np.asarray(power_law(data if self.kind == "data" else parameters, **self.values))
 
     def split(self, budget: float, *, per_parameter: float) -> dict[str, Interval]:
-        """The N and D of least entropy with budget = per_parameter · N · D operations, by the joint law.
+        """Find N and D of least entropy with budget = per_parameter · N · D operations, by the joint law.
 
         The minimum along that line is where α/β (A/N)^(α/β) = B/D. Neither is below 1, nor above the budget:
-        a law fitted to few runs may find no use in one of them.
+        in a law fitted to few runs, one of them may have no effect.
 
         Args:
-            budget: operations to spend.
-            per_parameter: operations that a pair takes for each parameter.
+            budget: number of operations.
+            per_parameter: operations of a pair for each parameter.
 
         Returns:
             The best `parameters` and `data`, and the resulting `entropy`.
 
         Raises:
-            DataError: the law is of one size alone.
+            DataError: the law has only one size.
         """
         if self.kind != "joint":
-            raise DataError(f"a law of {self.kind} alone cannot split a budget: fit the joint law")
+            raise DataError(f"the {self.kind} law cannot split a budget: fit the joint law")
         a, b, inner = self.values["a"], self.values["b"], self.values["alpha"] / self.values["beta"]
         most = budget / per_parameter
         parameters = np.clip((inner * a**inner * most / b) ** (1 / (1 + inner)), 1.0, most)
         data = most / parameters
         entropy = self.entropies(parameters, data)
-        found = {"parameters": parameters, "data": data, "entropy": entropy}
-        return {name: _interval(values) for name, values in found.items()}
+        optimum = {"parameters": parameters, "data": data, "entropy": entropy}
+        return {name: _interval(values) for name, values in optimum.items()}
 
     @property
     def freedom(self) -> int:
@@ -137,8 +136,8 @@ class Fit:
     def seed_scatter(self) -> float | None:
         """Standard deviation of the logarithm between runs of one size; None if every size has one run.
 
-        A `scatter` well above it is a misfit of the law's form, which all seeds of a size share: the
-        intervals, which take runs as independent, are then too narrow.
+        A much larger `scatter` shows that the form of the law does not fit, which affects all seeds of a
+        size: the intervals, which treat runs as independent, are then too narrow.
         """
         pairs, logs = np.stack([self.runs.parameters, self.runs.data]), np.log(self.runs.entropy)
         _, size, runs = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
@@ -148,18 +147,18 @@ class Fit:
 
 
 def _interval(values: Values) -> Interval:
-    """The value of the law, which comes first, with the quantiles of its draws."""
+    """Return the value of the law, which comes first, with the quantiles of its draws."""
     return Interval(float(values[0]), *_bounds(values[1:]).tolist())
 
 
 def _bounds(draws: Values) -> Values:
-    """The lower and upper quantile of draws along the last axis that hold LEVEL of them."""
+    """Compute the lower and upper quantile along the last axis that contain LEVEL of the draws."""
     tail = (1 - LEVEL) / 2
     return np.asarray(np.quantile(draws, (tail, 1 - tail), axis=-1))
 
 
 def read_runs(table: pa.Table) -> Runs:
-    """Runs of a :data:`scalingnote.storage.schema.LADDER` table.
+    """Read runs from a :data:`scalingnote.storage.schema.LADDER` table.
 
     Raises:
         DataError: a column is missing, or a value is not a positive finite number.
@@ -171,7 +170,7 @@ def read_runs(table: pa.Table) -> Runs:
     for name, values in zip(needed, columns, strict=True):
         if len(bad := np.flatnonzero(~(np.isfinite(values) & (values > 0)))):
             raise DataError(
-                f"run {bad[0]} has {name}={values[bad[0]]:g}: only numbers above 0 can be fitted: drop it"
+                f"run {bad[0]} has {name}={values[bad[0]]:g}, but a fit needs numbers above 0: drop it"
             )
     return Runs(*columns)
 
@@ -182,7 +181,7 @@ def fit(kind: Kind, runs: Runs, *, draws: int = DRAWS) -> Fit:
     Args:
         kind: `size` needs runs on equal data, `data` runs of one model size, `joint` a grid of both.
         runs: finished runs.
-        draws: bootstrap fits behind the intervals.
+        draws: number of bootstrap fits for the intervals.
 
     Raises:
         DataError: there are too few sizes to identify the constants.
@@ -204,10 +203,10 @@ def fit(kind: Kind, runs: Runs, *, draws: int = DRAWS) -> Fit:
     best, _ = min(solutions, key=lambda solution: solution[1])
     fitted = _log_entropies(kind, runs, best)
     free = count - len(best)
-    # A fit follows its own runs, so residuals are smaller than the noise that caused them: rescale.
+    # A fit follows its runs, so residuals are smaller than the noise that caused them: rescale them.
     residuals = (target - fitted) * np.sqrt(count / free)
     rng = np.random.default_rng(0)
-    # With few runs the size of the noise is uncertain, so each draw scales it by a sample of that
+    # With few runs the size of the noise is uncertain, so each draw scales it by a sample of this
     # uncertainty, which turns a normal distribution into Student's t. Without it, 95 % intervals of 4 or 5
     # sizes held the truth 7 times in 10. Residuals are not centred: one failed run would shift all others.
     noise = (np.sqrt(free / rng.chisquare(free)) * rng.choice(residuals, count) for _ in range(draws))
@@ -238,7 +237,7 @@ def _starts(kind: Kind, runs: Runs) -> Iterator[Values]:
 
 
 def _solve(kind: Kind, runs: Runs, target: Values, start: Values) -> tuple[Values, float]:
-    """The point nearest to `target` log entropies that a search from `start` finds, and its loss."""
+    """Search from `start` for the point that fits the `target` log entropies, and return it with its loss."""
     low = [-200.0, np.log(1e-3), 0.0, -200.0, np.log(1e-2)]
     high = [200.0, np.log(5.0), float(runs.entropy.min()), 200.0, np.log(10.0)]
     bounds = np.array(low[: len(start)]), np.array(high[: len(start)])
@@ -255,7 +254,7 @@ def _solve(kind: Kind, runs: Runs, target: Values, start: Values) -> tuple[Value
 
 
 def _log_entropies(kind: Kind, runs: Runs, point: Values) -> Values:
-    """Log entropies of the runs by a point of the search space."""
+    """Compute the log entropies of the runs at a point of the search space."""
     sizes, amounts = (np.log(values) - np.log(values).mean() for values in (runs.parameters, runs.data))
     entropy = _exp(point[0] - _exp(point[1]) * (amounts if kind == "data" else sizes))
     if kind == "joint":
@@ -264,7 +263,7 @@ def _log_entropies(kind: Kind, runs: Runs, point: Values) -> Values:
 
 
 def _constants(kind: Kind, runs: Runs, points: Float[ndarray, "points constants"]) -> dict[str, Values]:
-    """Constants of the laws at points of the search space."""
+    """Convert points of the search space to constants of laws."""
     exponent, delta = np.exp(points[:, 1]), points[:, 2]
     size = np.log(runs.data if kind == "data" else runs.parameters).mean()
     scale = _exp(points[:, 0] / exponent + size)
@@ -276,7 +275,7 @@ def _constants(kind: Kind, runs: Runs, points: Float[ndarray, "points constants"
 
 
 def _exp(value: Any) -> Any:
-    """exp without overflow: a search step may go far from the runs before it turns back."""
+    """Compute exp without overflow: a step of the search may go far from the runs."""
     return np.exp(np.minimum(value, 60.0))
 
 
@@ -293,9 +292,9 @@ def draw(fit: Fit, to: Path | BytesIO) -> None:
     amounts = np.unique(runs.data) if joint else runs.data[:1]
     colours = mpl.colormaps["viridis"](np.linspace(0.1, 0.9, len(amounts), endpoint=False))  # dark: few data
     for amount, colour in zip(amounts, colours, strict=True):
-        chosen = runs.data == amount if joint else np.full(len(sizes), True)
+        is_drawn = runs.data == amount if joint else np.full(len(sizes), True)
         label = f"{amount:,.0f} examples" if joint else "runs"
-        axes.plot(sizes[chosen], runs.entropy[chosen], "o", color=colour, markersize=5, label=label)
+        axes.plot(sizes[is_drawn], runs.entropy[is_drawn], "o", color=colour, markersize=5, label=label)
         curves = fit.entropies(along[:, None], amount if joint else along[:, None])
         axes.plot(along, curves[:, 0], "--", color=colour, linewidth=1.4)
         axes.fill_between(along, *_bounds(curves[:, 1:]), color=colour, alpha=0.18, linewidth=0)

@@ -1,8 +1,8 @@
 """Memory of one GPU, arithmetic, and the time of a run of stage I.
 
-    TrainConfig, Assumptions ─estimate─► Estimate ─dry_run_text─► what `run --dry-run` prints
+    TrainConfig, Assumptions ─estimate─► Estimate ─dry_run_text─► the output of `run --dry-run`
 
-Time is arithmetic at an assumed share of the GPU's peak (MFU), in which communication is included.
+Time is the number of operations at an assumed share of the GPU's peak (MFU), which includes communication.
 """
 
 from collections.abc import Sequence
@@ -30,19 +30,19 @@ from scalingnote.train.config import Ddp, Strategy, TrainConfig
 
 @dataclass(frozen=True)
 class TowerEstimate:
-    """One tower of the run, and its rows of one GPU in a step."""
+    """One tower of the run, and its rows on one GPU in a step."""
 
     name: str
     backbone: str
     shape: Shape
-    lora: Lora | None  # None: all weights learn
-    trained: int  # parameters, those of the projection among them
+    lora: Lora | None  # None: all weights are trained
+    trained: int  # number of parameters, including those of the projection
     frozen: int
     rows: int
     chunk: int  # rows of one forward pass: all, unless GradCache divides them
     pooled: int  # hidden states of a row that become embeddings
-    tokens: float  # of a row, mean
-    longest: int  # tokens of a row, for memory
+    tokens: float  # mean number per row
+    longest: int  # largest number of tokens of a row, for memory
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Estimate:
     config: TrainConfig
     assumed: Assumptions
     negatives: int  # hard negatives of a row
-    strategy: Strategy  # the config's, or the one that training chooses
+    strategy: Strategy  # of the config, or the one that training chooses
     numbers: Numbers
     towers: tuple[TowerEstimate, TowerEstimate]
     parameters: int
     state: TrainingState
     activations: float
     scores: float
-    memory: float  # all of it at the peak
+    memory: float  # total at the peak
     work: Work
     step_tokens: float
     step_seconds: float  # at the assumed MFU
@@ -77,14 +77,14 @@ def estimate(config: TrainConfig, assumed: Assumptions, *, negatives: int = 1) -
     `negatives` is the number of hard negatives of a row.
 
     Raises:
-        ConfigError: a backbone's shape is not known offline, or the query tower is a lookup table.
+        ConfigError: the shape of a backbone is not known offline, or the query tower is a lookup table.
     """
     gpu, ranks = GPUS[assumed.gpu], config.ranks
     query, document = towers = (
         _tower(config, assumed, "query", per_pair=1),
         _tower(config, assumed, "document", per_pair=1 + negatives),
     )
-    # Adapters of both towers on one base hold its frozen weights once.
+    # Adapters of both towers on one base share its frozen weights.
     bases = {tower.backbone: tower for tower in towers if tower.frozen}.values()
     frozen, trained = sum(tower.frozen for tower in bases), sum(tower.trained for tower in towers)
     strategy = config.strategy_for(trained)
@@ -132,17 +132,17 @@ def estimate(config: TrainConfig, assumed: Assumptions, *, negatives: int = 1) -
 
 
 def _activations(config: TrainConfig, towers: Sequence[TowerEstimate], numbers: Numbers) -> float:
-    """Bytes of one chunk of one tower with GradCache, else of all rows of both towers."""
+    """Compute the bytes of one chunk of one tower with GradCache, otherwise of all rows of both towers."""
     checkpointing = config.memory.gradient_checkpointing
-    alive = [
+    tower_sizes = [
         float(tower.chunk * tower.longest) * tower_bytes(tower.shape, numbers, checkpointing=checkpointing)
         for tower in towers
     ]
-    return max(alive) if config.memory.grad_cache else sum(alive)
+    return max(tower_sizes) if config.memory.grad_cache else sum(tower_sizes)
 
 
 def _step_work(config: TrainConfig, towers: Sequence[TowerEstimate], *, columns: int) -> Work:
-    """Operations of a step over all GPUs: the loss and both towers."""
+    """Count the operations of a step over all GPUs: the loss and both towers."""
     _, document = towers
     work = flops.loss(
         rows=config.global_batch,
@@ -166,7 +166,7 @@ def _step_work(config: TrainConfig, towers: Sequence[TowerEstimate], *, columns:
 
 
 def _steps(config: TrainConfig, rows: int | None) -> int | None:
-    """Steps over so many rows; None if their number is not known."""
+    """Compute the number of steps over the rows; None if the number of rows is not known."""
     if rows is None:
         return None
     steps = round(rows // config.global_batch * config.epochs)
@@ -176,35 +176,35 @@ def _steps(config: TrainConfig, rows: int | None) -> int | None:
 def _tower(
     config: TrainConfig, assumed: Assumptions, name: Literal["query", "document"], *, per_pair: int
 ) -> TowerEstimate:
-    """A tower that encodes `per_pair` rows of each training pair."""
+    """Estimate a tower that encodes `per_pair` rows of each training pair."""
     is_query = name == "query"
     settings = config.query_tower if is_query else config.document
     if isinstance(settings, LookupConfig):
         raise ConfigError(
-            "a lookup query tower has no backbone to size: dry runs are for towers that have one"
+            "a lookup query tower has no backbone to estimate: use a query tower with a backbone"
         )
     backbone, lora = settings.backbone, settings.lora
     assert backbone is not None
     shape = backbone_shape(backbone)
-    learnt, frozen = shape.parameters, 0
+    trained, frozen = shape.parameters, 0
     if lora:
-        # Under an adapter the document tower also learns the embeddings of its placeholders.
+        # With an adapter, the document tower also learns the embeddings of its placeholders.
         placeholders = 0 if is_query else len(PLACEHOLDERS) * shape.hidden
-        learnt, frozen = adapter_parameters(shape, lora) + placeholders, shape.parameters
+        trained, frozen = adapter_parameters(shape, lora) + placeholders, shape.parameters
     if is_query and config.shares_backbone:
-        learnt = frozen = 0
+        trained = frozen = 0
     rows = config.global_batch // config.ranks * per_pair
     # A padded row costs as much as the longest one.
     tokens = getattr(assumed, f"{name}_tokens") or settings.max_length
-    # A token-wise tower encodes each token together with an end token, and once more if the whole query is
-    # the target (align). Instructions shared by tokens and repeated tokens of a batch are encoded once.
+    # A token-wise tower encodes each token together with an end token, and once more if the complete query is
+    # the target (align). Instructions shared by tokens, and repeated tokens of a batch, are encoded once.
     times = 2 + config.align if isinstance(settings, TokenWiseConfig) else 1
     return TowerEstimate(
         name=name,
         backbone=f"scratch {backbone.architecture}" if isinstance(backbone, Scratch) else backbone.path,
         shape=shape,
         lora=lora,
-        trained=learnt + shape.hidden * config.dim,
+        trained=trained + shape.hidden * config.dim,
         frozen=frozen,
         rows=rows,
         chunk=min(getattr(config.memory.grad_cache, f"{name}_rows", rows), rows),
@@ -215,7 +215,7 @@ def _tower(
 
 
 def dry_run_text(estimated: Estimate) -> str:
-    """The estimate as text: towers, memory of a GPU, one step, the run, and all assumptions."""
+    """Format the estimate as text: towers, memory of a GPU, one step, the run, and all assumptions."""
     text = reports.render(
         "dry_run.txt",
         e=estimated,

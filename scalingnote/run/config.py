@@ -26,40 +26,40 @@ from scalingnote.triplets.config import (
 
 
 class RunConfig(Config):
-    """Everything a run needs, one section per stage."""
+    """Settings of a run, with a section for each stage."""
 
-    run_dir: str = Field("runs/default", description="where artifacts go: a path or a URI (s3://...)")
+    run_dir: str = Field("runs/default", description="folder of the artifacts: a path or a URI (s3://...)")
     address: str | None = Field(
-        None, description="Ray cluster; None starts a private local one, in-process works without Ray"
+        None, description="Ray cluster; None starts a private local one, in-process runs without Ray"
     )
     nodes_wait_s: float = Field(
         0.0,
         ge=0,
-        description="seconds that a stage waits for nodes it lacks, where an autoscaler brings them, before "
-        "it is refused",
+        description="seconds that a stage waits for missing nodes, which an autoscaler adds, before it is "
+        "refused",
     )
     dataset: AnyDataset
     planner: PlannerConfig = Statistics()
     collect: CollectConfig = CollectConfig()
     rounds: int = Field(
-        1, ge=1, description="of stage I; each but the first trains on negatives mined with the one before"
+        1, ge=1, description="rounds of stage I; after the first, negatives come from the round before"
     )
     mine: MineConfig = MineConfig()
     adopt: AdoptConfig | None = Field(
-        None, description="a published embedding model as the dual encoder, in place of stage I's training"
+        None, description="a published embedding model as the dual encoder, instead of training in stage I"
     )
     endpoint: EndpointConfig | None = Field(
         None, description="an embedding model behind HTTP as the teacher, which also encodes the documents"
     )
     vectors: VectorsConfig | None = Field(
-        None, description="texts with vectors of a model that is not at hand as the teacher; no index"
+        None, description="texts with vectors of a model that is not available, as the teacher; no index"
     )
     train: TrainConfig = TrainConfig()
     cross_encoder: DualPooledConfig | None = Field(
-        None, description="a teacher in place of stage I's dual encoder (EmbedDistill, section 4.2)"
+        None, description="a teacher instead of stage I's dual encoder (EmbedDistill, section 4.2)"
     )
     pseudo_queries: PseudoQueriesConfig | None = Field(
-        None, description="texts of the documents for a student to learn from, beside triplets or alone"
+        None, description="texts of the documents for a student to learn from, with or without triplets"
     )
     teacher: TeacherConfig = TeacherConfig()
     distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
@@ -69,7 +69,7 @@ class RunConfig(Config):
         None, description="null: the index holds the documents' embeddings as encoded"
     )
     bm25: BM25Config | None = Field(
-        None, description="words of the documents, weighted by BM25, for hybrid search beside the embeddings"
+        None, description="words of the documents, weighted by BM25, for hybrid search with the embeddings"
     )
     index: IndexConfig = IndexConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -78,7 +78,7 @@ class RunConfig(Config):
 
     @property
     def trains_stage_one(self) -> bool:
-        """Whether a dual encoder is trained; else it comes from outside, or is a cross-encoder."""
+        """Whether a dual encoder is trained; otherwise it is external, or a cross-encoder."""
         return not any((self.adopt, self.endpoint, self.vectors, self.cross_encoder))
 
     @property
@@ -90,12 +90,12 @@ class RunConfig(Config):
         return student is not None and (self.pseudo_queries is None or "triplets" in student.reads)
 
     def with_seed(self, number: int) -> "RunConfig":
-        """The same run with other random numbers in every training: `number` is added to their seeds."""
-        trained = {name: getattr(self, name) for name in ("train", "cross_encoder", "distill")}
+        """Return the same run with other seeds: `number` is added to the seed of each training."""
+        sections = {name: getattr(self, name) for name in ("train", "cross_encoder", "distill")}
         return self.model_copy(
             update={
                 name: section.model_copy(update={"seed": section.seed + number})
-                for name, section in trained.items()
+                for name, section in sections.items()
                 if section is not None
             }
         )
@@ -103,63 +103,63 @@ class RunConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _tokens_are_the_models(cls, values: Any) -> Any:
-        """Passages are counted by the tokenizer of the model that is adopted, unless another is named."""
+        """Set the tokenizer of passages to that of the adopted model, unless the config has one."""
         if not isinstance(values, dict):
             return values
         dataset, adopt = values.get("dataset"), values.get("adopt")
         if not isinstance(dataset, dict) or not isinstance(adopt, dict):
             return values
-        given = dataset.get("passages")
-        if not isinstance(given, dict) or given.get("tokenizer") is not None:
+        passages = dataset.get("passages")
+        if not isinstance(passages, dict) or passages.get("tokenizer") is not None:
             return values
-        return {**values, "dataset": {**dataset, "passages": {**given, "tokenizer": adopt.get("path")}}}
+        return {**values, "dataset": {**dataset, "passages": {**passages, "tokenizer": adopt.get("path")}}}
 
     @model_validator(mode="after")
     def _has_a_query_tower(self) -> "RunConfig":
         if self.cross_encoder is not None and self.distill is None:
             raise ValueError("a cross-encoder has no query tower to serve: give it a student, set distill")
         in_place = ("adopt", "endpoint", "vectors", "cross_encoder")
-        chosen = [name for name in in_place if getattr(self, name) is not None]
-        if len(chosen) > 1 or (chosen and self.rounds > 1):
+        others = [name for name in in_place if getattr(self, name) is not None]
+        if len(others) > 1 or (others and self.rounds > 1):
             raise ValueError(
-                f"{' and '.join(chosen)} takes the place of stage I: give one of {', '.join(in_place)}, and "
+                f"{' and '.join(others)} takes the place of stage I: give one of {', '.join(in_place)}, and "
                 "leave rounds at 1"
             )
         if self.endpoint is not None or self.vectors is not None:
             self._is_taught_by_vectors()
-        trained = self.trains_stage_one
-        if trained and self.distill is not None and self.train.query.kind == "token_wise":
-            raise ValueError("a query tower that reads tokens one by one is no teacher: set distill to null")
+        trains_towers = self.trains_stage_one
+        if trains_towers and self.distill is not None and self.train.query.kind == "token_wise":
+            raise ValueError("a query tower that reads tokens one by one cannot teach: set distill to null")
         if self.distill is not None and self.distill.reads_tokens and not self.teacher.tokens:
             raise ValueError(
                 "a lookup student starts from the teacher's embeddings of single tokens: leave "
                 "teacher.tokens at true, or set distill.tokenizer to own"
             )
         if self.cross_encoder is not None and self.pseudo_queries is not None:
-            raise ValueError("a cross-encoder reads a query beside a document: leave pseudo_queries out")
+            raise ValueError("a cross-encoder reads a query with a document: leave pseudo_queries out")
         if self.pseudo_queries is not None and self.distill is None:
             raise ValueError("pseudo_queries are for a student to learn from: set distill, or leave them out")
         if self.dataset.passages is not None and (self.reads_triplets or self.fuse is not None):
             raise ValueError(
-                "dataset.passages divides documents that clicks and judgements name whole, so nothing is "
-                "trained on these: set adopt, pseudo_queries for a student, and leave fuse out"
+                "dataset.passages divides documents, but clicks and judgements are of uncut documents, so "
+                "nothing can be trained on them: set adopt, pseudo_queries for a student, and leave fuse out"
             )
         if self.encode.engine != "own" and (
-            self.cross_encoder is not None or (trained and self.train.sparse)
+            self.cross_encoder is not None or (trains_towers and self.train.sparse)
         ):
             raise ValueError(
-                f"encode.engine {self.encode.engine} reads no pairs and gives no terms: set it to "
+                f"encode.engine {self.encode.engine} takes no pairs and returns no terms: set it to "
                 "own, or leave cross_encoder and train.sparse out"
             )
         return self
 
     def _is_taught_by_vectors(self) -> None:
-        """ValueError if the student needs more of its teacher than vectors of texts."""
+        """Raise ValueError if the student needs more of its teacher than vectors of texts."""
         student = self.distill
         if student is None or (self.endpoint is not None and self.pseudo_queries is None):
             raise ValueError("endpoint is a teacher of pseudo-queries: set distill and pseudo_queries")
         if student.teacher_layers is not None or student.inherits or student.reads:
             raise ValueError(
-                "of endpoint and vectors a student gets vectors of texts alone: set distill.tokenizer to "
-                "own, and leave distill.teacher_layers and losses over documents out"
+                "endpoint and vectors give a student only vectors of texts: set distill.tokenizer to own, "
+                "and leave distill.teacher_layers and losses over documents out"
             )

@@ -1,11 +1,11 @@
-"""New documents for an index: the steps of the offline stages, for one document or for files of them.
+"""New documents for an index: the steps of the offline stages, for single documents or files of them.
 
     documents ─tokenise─► token rows ─tower─► embeddings ─codebooks─► codes ─fusion─► final embeddings
     documents ─BM25 by the collection's statistics, or a sparse head─► terms
     mappings (JSON) ─► documents ─► final embeddings ─► rows of the document store, vectors
     file ─► dataset of new documents ─DocumentFlow, part by part─► ready/part-*.parquet, rejected.parquet
 
-So a document encoded alone gets what it would have got in the corpus.
+So a document that is encoded by itself gets the same result as in the corpus.
 """
 
 import hashlib
@@ -56,22 +56,22 @@ from scalingnote.storage.schema import (
 )
 
 log = get_logger("ingest")
-TOKEN_BUDGET = 8192  # of a forward pass
+TOKEN_BUDGET = 8192  # tokens per forward pass
 
 
 @dataclass(frozen=True)
 class DocumentFlow:
-    """Models for new documents, loaded once: document tower, codebooks, and fusion networks if any."""
+    """Models for new documents, loaded once: document tower, codebooks, and any fusion networks."""
 
     encoder: Any
     prompt: DocumentPrompt
     codebooks: Float[ndarray, "levels codes dim"]
-    width: int = 1  # beam of the semantic IDs
+    width: int = 1  # of the beam of the semantic IDs
     dtype: str = "float16"  # of stored embeddings
-    similarity: str = "cosine"  # that they are compared by
-    fusion: Any = None  # a DocumentFusion: its module needs torch, the writer of an index does not
-    weights: BM25Weights | None = None  # of the words; None: terms are the sparse head's, if there is one
-    top_k: int = 256  # terms of a sparse head
+    similarity: str = "cosine"  # of embeddings
+    fusion: Any = None  # a DocumentFusion, whose module needs torch; the writer of an index has no torch
+    weights: BM25Weights | None = None  # of the words; None: terms come from the sparse head, if there is one
+    top_k: int = 256  # number of terms of a sparse head
 
     @classmethod
     def load(
@@ -83,13 +83,13 @@ class DocumentFlow:
     ) -> "DocumentFlow":
         """Load the models of a finished run.
 
-        `embeddings` are those that are indexed, with fusion networks if they were fused; `bm25_terms` those
-        of an index of words.
+        `embeddings` are the indexed ones, with fusion networks if they were fused. `bm25_terms` are for an
+        index with words.
         """
         from scalingnote.fuse.fusion import DocumentFusion
 
         first = pq.read_schema(embeddings.open(embeddings.table_parts("embeddings")[0]))
-        fused = bool(embeddings.names("document_fusion/"))
+        is_fused = bool(embeddings.names("document_fusion/"))
         return cls(
             load_document_encoder(towers, TOKEN_BUDGET),
             load_document_prompt(towers),
@@ -97,7 +97,7 @@ class DocumentFlow:
             width=int(semantic_ids.manifest.config.get("beam", 1)),
             dtype=dtype_of(first.field(INDEXED_VIEW)),
             similarity=embeddings.manifest.info.get("similarity", "cosine"),
-            fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
+            fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if is_fused else None,
             weights=None if bm25_terms is None else BM25Weights.of(bm25_terms),
             top_k=embeddings.manifest.config.get("top_k", 256),
         )
@@ -105,30 +105,33 @@ class DocumentFlow:
     def __call__(self, documents: pa.Table) -> EncodedPart:
         """Encode documents with doc_id, title, topic, content, and features for the fusion networks.
 
-        Returns a table with doc_id, content_hash, codes, the final embedding, and terms if there are some, in
-        order, without rejected rows. Words that the collection does not have are no terms.
+        Words that are not in the collection give no terms.
+
+        Returns:
+            A table with doc_id, content_hash, codes, the final embedding, and terms if the index has some, in
+            the order of the documents, without rejected rows.
         """
         texts = documents.select(DOCUMENT_COLUMNS).append_column(
             schema.CONTENT_HASH, content_hashes(documents)
         )
-        read, rows, rejected = tokenise(texts, self.prompt)
-        lost = pa.array([row["row"] for row in rejected], pa.string())
-        kept = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=lost)))
+        checked, rows, rejected = tokenise(texts, self.prompt)
+        rejected_ids = pa.array([row["row"] for row in rejected], pa.string())
+        accepted = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=rejected_ids)))
         encoding = self.encoder.encode_with_cost(rows, top_k=self.top_k)
         matrix = encoding.embeddings[:, list(self.encoder.views).index(INDEXED_VIEW)]
         # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
         embeddings = to_numpy(to_arrow(as_searched(matrix, self.similarity), dtype=self.dtype))
         codes = kmeans.encode(embeddings, self.codebooks, beam=self.width)
         if self.fusion is not None:
-            embeddings = self.fusion.fuse(kept, embeddings, codes)
+            embeddings = self.fusion.fuse(accepted, embeddings, codes)
         columns = {
-            "doc_id": read["doc_id"],
-            "content_hash": read["content_hash"],
+            "doc_id": checked["doc_id"],
+            "content_hash": checked["content_hash"],
             "codes": to_arrow(codes.astype(np.int32)),
             INDEXED_VIEW: to_arrow(embeddings, dtype=self.dtype),
         }
         if self.weights is not None:
-            terms = self.weights.columns(document_texts(kept))
+            terms = self.weights.columns(document_texts(accepted))
             columns |= {name: terms[name] for name in SPARSE.names}
         elif encoding.terms is not None:
             columns |= dict(zip(SPARSE.names, encoding.terms.columns(), strict=True))
@@ -136,13 +139,13 @@ class DocumentFlow:
 
 
 class IndexRows(NamedTuple):
-    """Documents for :meth:`LiveIndex.upsert`, with terms if the run has some, their vectors, and more."""
+    """Documents for :meth:`LiveIndex.upsert`, with terms if the run has some, and their vectors."""
 
     documents: pa.Table
     vectors: Float[ndarray, "docs dim"]
     rejected: Rejections
-    cost: Cost = Cost()  # and what was cut
-    sources: pa.Table | None = None  # the documents as they were sent, in the columns of the data set
+    cost: Cost = Cost()  # with the number of cut texts and tokens
+    sources: pa.Table | None = None  # the uncut documents, in the columns of the data set
 
 
 def index_rows(
@@ -153,13 +156,14 @@ def index_rows(
     snippet_chars: int,
     splitter: PassageSplitter | None = None,
 ) -> IndexRows:
-    """Encode JSON objects for a live index whose dataset has documents of `schema`.
+    """Encode JSON objects for a live index with a dataset of documents of `schema`.
 
-    Of equal doc_ids the last one counts. `snippet_chars` of the text are stored for result pages. With a
-    `splitter` the rows are the passages of the documents; a document with a rejected passage is rejected.
+    If doc_ids are equal, the last document counts. The first `snippet_chars` of the text are stored for
+    result pages. With a `splitter`, the rows are the passages of the documents, and a document with a
+    rejected passage is rejected.
     """
-    own = pa.schema([field for field in schema if splitter is None or field.name not in PASSAGE.names])
-    table, rejected = documents_table(documents, own)
+    columns = pa.schema([field for field in schema if splitter is None or field.name not in PASSAGE.names])
+    table, rejected = documents_table(documents, columns)
     sources = table
     if splitter is not None:
         table = splitter.divide(table)
@@ -177,17 +181,17 @@ def index_rows(
 
 
 def _whole_documents(ready: EncodedPart) -> EncodedPart:
-    """Encoded passages without those of documents of which one was rejected, which are rejected whole."""
+    """Reject all passages of a document with a rejected passage, as one rejected document."""
     reasons = {document_of(row["row"]): row for row in reversed(ready.rejected)}
-    kept = [document_of(row) not in reasons for row in ready.table["doc_id"].to_pylist()]
+    is_kept = [document_of(row) not in reasons for row in ready.table["doc_id"].to_pylist()]
     rejected = [row | {"row": doc_id} for doc_id, row in reversed(reasons.items())]
-    return replace(ready, table=ready.table.filter(pa.array(kept, pa.bool_())), rejected=rejected)
+    return replace(ready, table=ready.table.filter(pa.array(is_kept, pa.bool_())), rejected=rejected)
 
 
 def documents_table(documents: Sequence[Mapping[str, Any]], schema: pa.Schema) -> tuple[pa.Table, Rejections]:
-    """Documents as a table of `schema`, and those with an unknown field or a value of another type.
+    """Convert documents to a table of `schema`; reject those with an unknown field or a wrong type.
 
-    Texts lose the spaces at their ends, as those of a data set do.
+    Texts are stripped of white space at both ends, as in a data set.
     """
     rows, rejected = dict[str, dict[str, Any]](), []
     for document in documents:
@@ -197,12 +201,12 @@ def documents_table(documents: Sequence[Mapping[str, Any]], schema: pa.Schema) -
         try:
             if unknown := [name for name in document if name not in schema.names]:
                 known = ", ".join(schema.names)
-                raise ValueError(f"no field {unknown[0]!r} in the data set, it has {known}")
+                raise ValueError(f"no field {unknown[0]!r} in the data set, which has {known}")
             pa.Table.from_pylist([row], schema=schema)
         except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, ValueError, OverflowError) as error:
             rejected.append({"table": "documents", "row": doc_id, "reason": str(error)})
             continue
-        rows.pop(doc_id, None)  # so that the last one also determines the place
+        rows.pop(doc_id, None)  # the last one also determines the place
         rows[doc_id] = row
     return pa.Table.from_pylist(list(rows.values()), schema=schema), rejected
 
@@ -220,23 +224,23 @@ def run(
     bm25_terms: Artifact | None = None,
     output: str,
 ) -> Artifact:
-    """Encode new documents for an index; killed at any moment, the next call resumes.
+    """Encode new documents for an index; after a kill, the next call resumes.
 
     Args:
         config: workers.
-        new: the file and how it is read.
+        new: the file, and how to read it.
         towers: artifact with the document tower.
         semantic_ids: artifact with the codebooks.
         embeddings: artifact that is indexed.
-        bm25_terms: of the index, if it holds words.
+        bm25_terms: artifact with the words of the index, if it has some.
         output: URI of a folder; the documents become the dataset at ``{output}/dataset``.
 
     Returns:
-        The artifact at ``{output}/ready``, whose table ``ready`` has ids, content hashes, codes, final
+        The artifact at ``{output}/ready``; its table ``ready`` has ids, content hashes, codes, final
         embeddings, and terms.
 
     Raises:
-        DataError: none of the documents can be read.
+        DataError: not a single document can be read.
     """
     cluster.connect()
     dataset = datasets.prepare_documents(new, output=f"{output}/dataset")
@@ -253,12 +257,12 @@ def run(
     parts = dataset.table_parts("documents")
     rows = {name.replace("documents/", "ready/", 1): count for name, count in dataset.rows_of(parts).items()}
     encoder = partial(NewDocumentEncoder, towers, semantic_ids, embeddings, bm25_terms)
-    read = partial(read_documents, dataset=dataset)
+    reader = partial(read_documents, dataset=dataset)
     # Not more workers than parts: new documents usually come in few parts.
     workers = min(cluster.workers(config.resources), len(rows))
     resources = config.resources.model_copy(update={"workers": workers})
     records = write_parts(
-        encoder, draft, read=read, rows=rows, resources=resources, unit="documents", knob="resources"
+        encoder, draft, read=reader, rows=rows, resources=resources, unit="documents", knob="resources"
     )
     rejected = [row for record in records for row in record["rejected"]]
     return draft.commit(counts=write_rejected(draft, records, rejected))
@@ -267,10 +271,10 @@ def run(
 def describe_file(
     path: str, columns: dict[str, str], *, like: Artifact, made_by: Mapping[str, str] = MappingProxyType({})
 ) -> NewDocuments:
-    """A file of new documents with the features of the dataset `like`.
+    """Describe a file of new documents with the features of the dataset `like`.
 
-    `columns` maps our names to the file's, `made_by` to those of the files that `like` was made of: it holds
-    where the new file has them, too.
+    `columns` maps our column names to those of the file. `made_by` maps them to those of the files of
+    `like`, and applies to columns that the new file has too.
     """
     layout, divided = pq.read_schema(like.open(like.table_parts("documents")[0])), settings(like)
     kinds = {kind: name for name, kind in COLUMN_TYPES.items()}
@@ -280,28 +284,30 @@ def describe_file(
         if f.name not in {*schema.DOCUMENTS.names, *(PASSAGE.names if divided else ())} and f.type in kinds
     }
     tables = [each for each in find_files(path, NEW_SUFFIXES) if not each.is_markdown]
-    have = [set(columns_of(each)) for each in tables]
-    own = {ours: column for ours, column in made_by.items() if have and all(column in each for each in have)}
-    file = TableFile(path=path, columns=own | columns)
-    # Divided by the tokenizer that the data set keeps.
+    names = [set(columns_of(each)) for each in tables]
+    inherited = {
+        ours: column for ours, column in made_by.items() if names and all(column in each for each in names)
+    }
+    file = TableFile(path=path, columns=inherited | columns)
+    # The data set has the tokenizer that divides documents.
     passages = divided and divided.model_copy(update={"tokenizer": like.uri})
     return NewDocuments.model_validate({"documents": file, "features": features, "passages": passages})
 
 
 def output_uri(run_dir: str, new: NewDocuments) -> str:
-    """The output folder for a file of new documents; depends on the content of the file."""
+    """Return the output folder for a file of new documents, which depends on the content of the file."""
     files = find_files(new.documents.path, NEW_SUFFIXES)
     sums = "".join(fs.checksum(file.uri) + (file.uri if file.is_markdown else "") for file in files)
     return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
 
 def read_documents(name: str, *, dataset: Artifact) -> pa.Table:
-    """A part of the new documents, with their features."""
+    """Read a part of the new documents, with their features."""
     return dataset.table(name.replace("ready/", "documents/", 1))
 
 
 class NewDocumentEncoder:
-    """Encodes parts of new documents, in a worker."""
+    """Encoder of parts of new documents, in a worker."""
 
     def __init__(
         self,
@@ -314,5 +320,5 @@ class NewDocumentEncoder:
         self.peak = float(self._flow.encoder.peak())
 
     def __call__(self, _: str, documents: pa.Table) -> EncodedPart:
-        """One part."""
+        """Encode one part."""
         return self._flow(documents)

@@ -1,12 +1,12 @@
-"""A run's documents with another model beside the one that is served.
+"""Migration of a run to another model: the new tower and index are built while the old ones are served.
 
     run.yaml ─► before ─┐
     --to ─────► after ──┴─► plan ─► stages that `before` has not run ─► comparison ─► migration.yaml
 
-Both configs name the same run directory and the same documents. An artifact's place follows from its settings
-and inputs, so what does not depend on the model is there already, and what a killed run has finished is
-not built again. The served run is the last one that is recorded in run.yaml, so nothing changes for searches
-before the change to the new pair (:mod:`scalingnote.serve.cut_over`).
+Both configs have the same run directory and the same documents. The place of an artifact depends only on its
+settings and inputs. So artifacts that do not depend on the model are reused, and artifacts that a killed run
+has finished are not built again. The served run is the last one in run.yaml, so nothing changes for searches
+before the cut-over to the new pair (:mod:`scalingnote.serve.cut_over`).
 """
 
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 MIGRATION_FILE = "migration.yaml"
 SHARED_SECTIONS = ("run_dir", "address", "nodes_wait_s", "dataset", "serve")
-# Stages whose work follows the model's size and the texts' lengths.
+# Stages with a time that depends on the size of the model and the lengths of the texts.
 ENCODING_STAGES = ("encode", "teacher", "encode_student")
-# Of an adopted model's settings, those that say how much of a text is read; the others describe its files.
+# Settings of an adopted model that limit how much of a text it reads; the others describe its files.
 KEPT_OF_ADOPT = ("query_max_length", "document_max_length")
 
 
 class Migration(Config):
-    """What ``migration.yaml`` of a run directory holds: the model that is served, and the one beside it."""
+    """Contents of ``migration.yaml`` in a run directory: configs of the served model and of the new one."""
 
     before: RunConfig = Field(description="config of the run that is served")
     after: RunConfig = Field(description="config of the run that takes its place")
@@ -47,77 +47,77 @@ class Migration(Config):
 
     @property
     def run_dir(self) -> str:
-        """The directory of both runs."""
+        """Directory of both runs."""
         return self.before.run_dir
 
 
 def begin(run_dir: str, to: str, overrides: Sequence[str] = ()) -> Migration:
-    """The migration of the last run in a directory to another model; nothing is built or written.
+    """Prepare the migration of the last run in a directory to another model, without building or writing.
 
     Args:
-        run_dir: of a run with an index.
-        to: hub id, folder or package:NAME of a published model, which takes the place of the run's own; or
-            a YAML file (FILE.yaml:VARIANT) with the config of a whole run, but for what it shares with it.
+        run_dir: directory of a run with an index.
+        to: hub id, folder or package:NAME of a published model, which replaces the model of the run; or a
+            YAML file (FILE.yaml:VARIANT) with the config of a complete run, except for SHARED_SECTIONS.
         overrides: settings of the new run, ``a.b=value``.
 
     Raises:
-        ConfigError: there is no run or no such model, the new config is of other documents or of the same
-            model, or documents are written to the run's index that are not kept whole.
+        ConfigError: there is no run or no such model, the new config has other documents or the same model,
+            or the index takes writes and does not keep the documents uncut.
         ArtifactError: the run has no index.
     """
     before = pipeline.load_run(run_dir)
     after = _after(before, to, overrides)
     if after.dataset != before.dataset:
         raise ConfigError(
-            f"{to} is of other documents than the run in {run_dir}: leave its section dataset out, or start "
-            "a run of its own"
+            f"{to} has other documents than the run in {run_dir}: leave its section dataset out, or start "
+            "a separate run"
         )
     if before.serve.live != after.serve.live:
         raise ConfigError(
-            f"serve.live is another one in {to}: leave it out, both models take the same writes"
+            f"serve.live differs in {to}: leave it out, because both models take the same writes"
         )
     if before.serve.live is not None and not before.serve.live.keep_documents:
         raise ConfigError(
-            "serve.live takes writes that the data set does not hold, and keeps no whole documents to encode "
-            "again: set its delta and keep_documents before the first write; or write these documents to the "
-            "data set's files and run again, without serve.live"
+            "serve.live takes writes that the data set does not hold, and keeps no uncut documents to encode "
+            "again: set its delta and keep_documents before the first write; or add these documents to the "
+            "files of the data set and run again, without serve.live"
         )
     if after == before:
-        raise ConfigError(f"the run in {run_dir} is of {to} already: there is nothing to migrate")
+        raise ConfigError(f"the run in {run_dir} uses {to} already: there is nothing to migrate")
     pipeline.locate(before, "index")
     return Migration(before=before, after=after)
 
 
 def read(run_dir: str) -> Migration:
-    """The migration that was prepared in a run directory; ConfigError where there is none."""
+    """Read the migration of a run directory; raise ConfigError if there is none."""
     path = fs.join(run_dir, MIGRATION_FILE)
     if (text := fs.read_if_exists(path)) is None:
         raise ConfigError(
-            f"no other model was compared in {run_dir}: `scalingnote migrate --run {run_dir} --to MODEL` does"
+            f"no other model was compared in {run_dir}: run `scalingnote migrate --run {run_dir} --to MODEL`"
         )
-    found = validate(Migration, yaml.safe_load(text), source=path)
-    moved = {
-        name: getattr(found, name).model_copy(update={"run_dir": run_dir}) for name in ("before", "after")
+    migration = validate(Migration, yaml.safe_load(text), source=path)
+    configs = {
+        name: getattr(migration, name).model_copy(update={"run_dir": run_dir}) for name in ("before", "after")
     }
-    return found.model_copy(update=moved)
+    return migration.model_copy(update=configs)
 
 
 def build(migration: Migration) -> None:
-    """Run the stages of the new model up to its index; finished ones are kept, killed ones go on."""
+    """Run the stages of the new model up to its index; keep finished ones, resume killed ones."""
     after = migration.after
-    _write(migration)  # from now on no earlier migration can be changed to
+    _write(migration)  # replaces an earlier migration, which can no longer be served
     pipeline.run(after, stages.select(after, until="index"), record=False)
 
 
 def compare(migration: Migration) -> Artifact:
-    """Compare both pairs on queries, and write down that they were compared.
+    """Compare both pairs on queries, and record the comparison in ``migration.yaml``.
 
-    The queries are those of the access logs (`serve.access_log`), else the data set's test queries, else
+    The queries are those of the access logs (`serve.access_log`), else the test queries of the data set, else
     pseudo-queries that no student has learnt from.
 
     Raises:
         ArtifactError: the new index is not built.
-        DataError: there is no query to compare on.
+        DataError: there are no queries.
     """
     from scalingnote.evaluate import pair_comparison  # late: a plan needs neither torch nor faiss
 
@@ -125,9 +125,9 @@ def compare(migration: Migration) -> Artifact:
     dataset = pipeline.locate(migration.before, "dataset")
     source, queries = _queries(migration.after)
     place = fs.join(migration.run_dir, "migrate")
-    made = pair_comparison.compare(before, after, queries, source=source, dataset=dataset, output=place)
-    _write(migration.model_copy(update={"comparison": made.uri}))
-    return made
+    comparison = pair_comparison.compare(before, after, queries, source=source, dataset=dataset, output=place)
+    _write(migration.model_copy(update={"comparison": comparison.uri}))
+    return comparison
 
 
 def _write(migration: Migration) -> None:
@@ -138,18 +138,17 @@ def _write(migration: Migration) -> None:
 
 
 def _after(before: RunConfig, to: str, overrides: Sequence[str]) -> RunConfig:
-    """The config of the new run."""
     values = dump(before)
     if to.partition(":")[0].endswith((".yaml", ".yml")):
         shared = {name: values[name] for name in SHARED_SECTIONS}
         after = load(RunConfig, [to], overrides, base=shared)
         return after.model_copy(update={"run_dir": before.run_dir})
-    if Path(to).is_dir() or to.startswith(PACKAGE_PREFIX):  # else the stage adopt fetches it
+    if Path(to).is_dir() or to.startswith(PACKAGE_PREFIX):  # otherwise the stage adopt downloads it
         published_model.read(local_folder(to), "document")
-    kept = {name: values["adopt"][name] for name in KEPT_OF_ADOPT} if values["adopt"] else {}
-    values |= {"adopt": {"path": to} | kept, "rounds": 1}
+    lengths = {name: values["adopt"][name] for name in KEPT_OF_ADOPT} if values["adopt"] else {}
+    values |= {"adopt": {"path": to} | lengths, "rounds": 1}
     values |= dict.fromkeys(("endpoint", "vectors", "cross_encoder"))
-    values["evaluate"]["names"].pop("dual_encoder")  # the other model's name
+    values["evaluate"]["names"].pop("dual_encoder")  # the name of the old model
     return load(RunConfig, [], overrides, base=values)
 
 
@@ -157,30 +156,32 @@ def _after(before: RunConfig, to: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def plan(migration: Migration) -> ReportTable:
-    """What the new model needs: stages, documents, tokens, and from the run before, time and bytes.
+    """Estimate the work for the new model: stages, documents, tokens, time and bytes.
 
-    A stage takes as long as it took before, but for encoding, which takes as much longer as the new model
-    computes more for a text; files are as much larger as its embeddings are longer.
+    A stage takes the time of the old run. The time of encoding is scaled by the FLOPs of the models for a
+    text, the size of files by the lengths of the embeddings.
     """
     before, after = (pipeline.find_finished(config) for config in (migration.before, migration.after))
-    wanted = [stage.name for stage in stages.select(migration.after, until="index")]
-    missing = [name for name in wanted if name not in after]
+    names = [stage.name for stage in stages.select(migration.after, until="index")]
+    missing = [name for name in names if name not in after]
     embeddings = pipeline.locate(migration.before, "embeddings")
     documents = embeddings.counts["documents"]
     tokens = int(embeddings.manifest.info.get("encoding", {}).get("tokens", 0))
     old, new = (_document_shape(config) for config in (migration.before, migration.after))
-    slower = wider = None  # how many times; None: the work of a model is not known
+    slower = wider = None  # factors; None: the FLOPs of a model are not known
     if old is not None and new is not None:
-        each = tokens / max(documents, 1)
-        slower = flops.forward(new, tokens=each) / max(flops.forward(old, tokens=each), 1.0)
+        tokens_per_text = tokens / max(documents, 1)
+        slower = flops.forward(new, tokens=tokens_per_text) / max(
+            flops.forward(old, tokens=tokens_per_text), 1.0
+        )
         wider = new.hidden / old.hidden
     seconds = _seconds(missing, before, slower)
-    built = [before[name] for name in ("encode", "index") if name in missing and name in before]
-    size = sum(part.bytes for artifact in built for part in artifact.manifest.parts.values())
+    artifacts = [before[name] for name in ("encode", "index") if name in missing and name in before]
+    size = sum(part.bytes for artifact in artifacts for part in artifact.manifest.parts.values())
     rows = [
         ["documents", f"{documents:,}"],
-        ["tokens of them, as the old model reads them", f"{tokens:,}" if tokens else "not known"],
-        ["stages that are there", ", ".join(name for name in wanted if name in after) or "none"],
+        ["their tokens, by the old model", f"{tokens:,}" if tokens else "not known"],
+        ["finished stages", ", ".join(name for name in names if name in after) or "none"],
         ["stages to run", ", ".join(missing) or "none"],
         ["time on the same machines, about", "not known" if seconds is None else _duration(seconds)],
         ["new files, about", "not known" if wider is None else f"{size * wider / 1e6:,.1f} MB"],
@@ -189,21 +190,23 @@ def plan(migration: Migration) -> ReportTable:
 
 
 def _seconds(missing: Sequence[str], before: dict[str, Artifact], slower: float | None) -> float | None:
-    """Seconds of the stages that are missing; None if one of them is new, or the work of a model not known.
+    """Estimate the seconds of missing stages; None if one is new, or if the FLOPs of a model are not known.
 
-    `adopt`, which copies a model, counts as far as the run had it.
+    `adopt`, which copies a model, counts only if the old run had it.
     """
     if any(name not in before and name != "adopt" for name in missing):
         return None
-    took = {name: float(before[name].manifest.info["seconds"]) for name in missing if name in before}
-    encoding = sum(seconds for name, seconds in took.items() if name in ENCODING_STAGES)
+    seconds_before = {
+        name: float(before[name].manifest.info["seconds"]) for name in missing if name in before
+    }
+    encoding = sum(seconds for name, seconds in seconds_before.items() if name in ENCODING_STAGES)
     if encoding and slower is None:
         return None
-    return sum(took.values()) - encoding + encoding * (slower or 0.0)
+    return sum(seconds_before.values()) - encoding + encoding * (slower or 0.0)
 
 
 def _document_shape(config: RunConfig) -> flops.Shape | None:
-    """The shape of the model that reads documents; None where it is not known without the model."""
+    """Return the shape of the model that reads documents; None if only the model itself has it."""
     backbone: Pretrained | Scratch
     if config.adopt is not None:
         path = config.adopt.path
@@ -223,11 +226,11 @@ def _duration(seconds: float) -> str:
     return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds % 60:.0f} s"
 
 
-# --- what is compared -------------------------------------------------------------------------------------
+# --- the comparison ---------------------------------------------------------------------------------------
 
 
 def model_name(config: RunConfig) -> str:
-    """The model of a run, and what its queries are encoded by, for people."""
+    """Describe the model of a run, and its student if there is one."""
     if config.adopt is not None:
         teacher = config.adopt.path
     elif config.endpoint is not None:
@@ -254,7 +257,7 @@ def _pair(config: RunConfig) -> "SearchedPair":
 
 
 def _queries(config: RunConfig) -> tuple[str, list[str]]:
-    """Queries to compare on, and where they are from."""
+    """Return the source of the queries to compare on, and the queries."""
     from scalingnote.datasets import splits
     from scalingnote.evaluate import pair_comparison
 
@@ -264,6 +267,8 @@ def _queries(config: RunConfig) -> tuple[str, list[str]]:
     queries = splits.queries(dataset, "test").sort_by("query_id")["query"].to_pylist()
     if queries or config.pseudo_queries is None:
         return "the test split", queries[: pair_comparison.MAX_COMPARED_QUERIES]
-    drawn = pipeline.locate(config, "pseudo_queries").table("queries", ["query", "split"]).to_pylist()
-    held_out = [row["query"] for row in drawn if row["split"] != "train"]
-    return "the pseudo-queries held out", held_out[: pair_comparison.MAX_COMPARED_QUERIES]
+    pseudo_queries = (
+        pipeline.locate(config, "pseudo_queries").table("queries", ["query", "split"]).to_pylist()
+    )
+    held_out = [row["query"] for row in pseudo_queries if row["split"] != "train"]
+    return "the held-out pseudo-queries", held_out[: pair_comparison.MAX_COMPARED_QUERIES]

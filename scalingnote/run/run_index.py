@@ -1,4 +1,4 @@
-"""A finished run, opened in this process: searches of its index, and what its query tower is worth."""
+"""A finished run, opened in this process: search of its index, and the quality of its query tower."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
     from scalingnote.search.searcher import SearchHit
     from scalingnote.train.distillation.agreement import Agreement
 
-MAX_TUNING_QUERIES = 2_000  # of a threshold
+MAX_TUNING_QUERIES = 2_000  # to tune a threshold
 
 
 @dataclass(frozen=True)
 class Result:
-    """A document that a search found."""
+    """A document in the answer of a search."""
 
     doc_id: str
     score: float
     title: str
     snippet: str
     passage: Mapping[str, int] | None = None
-    """In an index of passages, the `number` of the document's best one, from 1, and its `start` and `end` in
-    the characters of the document's content. The snippet is its beginning."""
+    """In an index of passages, the `number` of the document's best passage, from 1, and its `start` and `end`
+    in characters of the document's content. The snippet is the beginning of this passage."""
 
 
 class Index:
     """The index of a finished run, open for searches in this process.
 
     Args:
-        run_dir: a run that `scalingnote run CONFIG` finished.
-        form: of the query tower: "auto" (the fastest), "lookup", "torch", "onnx", "onnx_int8".
-        escalate: share of the queries, from 0 to 1, that the teacher encodes in place of the student: those
-            for which the student's five best scores are closest together. The threshold is tuned on the run's
-            queries, test queries left out, or on its pseudo-queries.
+        run_dir: folder of a run that `scalingnote run CONFIG` finished.
+        form: form of the query tower: "auto" (the fastest), "lookup", "torch", "onnx", "onnx_int8".
+        escalate: share of the queries, from 0 to 1, that the teacher encodes instead of the student: those
+            with the student's five best scores closest together. The threshold is tuned on the queries of the
+            run without test queries, or on its pseudo-queries.
 
     Raises:
         ConfigError: there is no run, or `escalate` is not 0 and the run has no student of its document tower.
-        ArtifactError: the run built no index.
+        ArtifactError: the run has no index.
     """
 
     @explained_imports()
@@ -65,7 +65,7 @@ class Index:
         self.searcher = Searcher.open(pipeline.locate(config, "index").uri)
         tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
         encoder = QueryEncoder(exports.find(tower, form, str(run_dir)).directory("query"), form)
-        # Candidates by terms are scored by kept vectors, which an index of codes alone does not have.
+        # Stored vectors score the candidates by terms; an index with only codes has none.
         source = pipeline.query_terms(config) if self.searcher.layout.refine != "none" else None
         terms = None if source is None else SparseQuery.load(source.directory("sparse_query"))
         self.query_path = QueryPath(encoder, terms)
@@ -79,9 +79,9 @@ class Index:
             self._threshold = escalation_threshold(doubts, escalate)
 
     def encode(self, query: str) -> "Query":
-        """Embedding and terms of a query: the teacher's embedding where the student is uncertain."""
+        """Encode a query to embedding and terms, with the teacher's embedding if the student is uncertain."""
         encoded = self.query_path([query])
-        # Five results more are searched to decide: under 0.1 ms, where the teacher encodes in 10 ms.
+        # The decision searches five results: under 0.1 ms, while the teacher takes 10 ms to encode.
         if self._teacher is not None and self._doubts(encoded)[0] > self._threshold:
             encoded = self._teacher([query])
         return encoded[0]
@@ -89,26 +89,26 @@ class Index:
     def search_encoded(
         self, encoded: "Query", *, k: int, dense_weight: float | None = None
     ) -> "list[SearchHit]":
-        """The `k` best documents of an encoded query, by embeddings and by terms if the index has some."""
+        """Find the `k` best documents of an encoded query, by embeddings, and terms if the index has some."""
         from scalingnote.index.hybrid import Joining
 
         joining = Joining(dense_weight=dense_weight)
         return self.searcher.search(encoded.embedding, encoded.terms, k=k, joining=joining)[0]
 
     def search(self, query: str, *, k: int = 10, dense_weight: float | None = None) -> list[Result]:
-        """The `k` best documents, best first.
+        """Find the `k` best documents, best first.
 
         Args:
-            query: a text.
+            query: a text. Half of a surrogate pair in it is read as U+FFFD.
             k: number of documents, 1 to 1000.
-            dense_weight: of embeddings in hybrid search, terms have the rest: 1 embeddings alone, 0 terms
-                alone, which find only documents with a term of the query; None: as the index was tuned, else
-                0.5.
+            dense_weight: weight of embeddings in hybrid search; terms have the rest. 1: only embeddings, 0:
+                only terms, which find only documents with a term of the query. None: the tuned weight of the
+                index, else 0.5.
 
         Raises:
-            ConfigError: the query is empty, `k` is below 1, or the weight is not between 0 and 1, or given
-                where documents have no terms.
-            DataError: the query is no text. Half of a surrogate pair in it is read as U+FFFD.
+            ConfigError: the query is empty, `k` is below 1, or the weight is not between 0 and 1, or is given
+                for documents without terms.
+            DataError: the query is not a text.
         """
         query = checked_text(query, name="the query")
         if not query.strip() or k < 1:
@@ -120,10 +120,10 @@ class Index:
                 "dense_weight is given, but the documents of this index have no terms: leave it out"
             )
         hits = self.search_encoded(self.encode(query), k=k, dense_weight=dense_weight)
-        shown = [(hit, hit.document) for hit in hits]
+        pairs = [(hit, hit.document) for hit in hits]
         return [
             Result(hit.doc_id, float(hit.score), row["title"], row["snippet"], row.get("passage"))
-            for hit, row in shown
+            for hit, row in pairs
         ]
 
     def _doubts(self, encoded: "Sequence[Query]") -> Float64[ndarray, " queries"]:
@@ -138,33 +138,33 @@ class Index:
 
 
 def agreement(run_dir: str | Path) -> "Agreement":
-    """How far a run's query tower agrees with its teacher on texts it did not learn from, and what both cost.
+    """Measure how far a run's query tower agrees with its teacher on held-out texts, and the costs of both.
 
     Args:
-        run_dir: a run that :func:`build_index` or `scalingnote run CONFIG` finished.
+        run_dir: folder of a run that :func:`build_index` or `scalingnote run CONFIG` finished.
 
     Raises:
         ConfigError: there is no run.
-        ArtifactError: it distilled no query tower.
+        ArtifactError: the run has no distilled query tower.
     """
     with explained_imports():
         from scalingnote.run import pipeline
         from scalingnote.train.distillation.agreement import compare
 
         config = pipeline.load_run(str(run_dir))
-        built = {kind: pipeline.locate(config, kind) for kind in ("query_embeddings", "student")}
+        artifacts = {kind: pipeline.locate(config, kind) for kind in ("query_embeddings", "student")}
         for kind in ("dataset", "dual_encoder", "embeddings"):
-            with contextlib.suppress(ArtifactError):  # a run until `distill`, or with a teacher elsewhere
-                built[kind] = pipeline.locate(config, kind)
-        return compare(**built)
+            with contextlib.suppress(ArtifactError):  # a run up to `distill`, or with an external teacher
+                artifacts[kind] = pipeline.locate(config, kind)
+        return compare(**artifacts)
 
 
 def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":
-    """The search of the last finished run in a folder, as a model that mteb evaluates.
+    """Build a model for mteb from the search of the last finished run in a folder.
 
     Args:
-        run_dir: a run that `scalingnote run CONFIG` finished.
-        name: of the model in the results; by default ``scalingnote/`` and the folder's name.
+        run_dir: folder of a run that `scalingnote run CONFIG` finished.
+        name: name of the model in the results; by default ``scalingnote/`` and the name of the folder.
 
     Raises:
         ConfigError: there is no run.
@@ -187,7 +187,7 @@ def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":
 
 
 def _held_out_queries(config: "RunConfig") -> list[str]:
-    """Queries to tune a threshold on: never test queries."""
+    """Return queries to tune a threshold on, never test queries."""
     from scalingnote.run import pipeline
 
     rows = pipeline.locate(config, "dataset").table("queries", ["query", "split"]).to_pylist()

@@ -1,4 +1,4 @@
-"""The stages of a run, in their order: what each builds, from what, and the job that does it.
+"""The stages of a run, in their order: the artifact that each builds, its inputs, and its job.
 
 The command line, jobs/ and the pipeline follow this table.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from scalingnote.core.errors import ConfigError, did_you_mean
 
-if TYPE_CHECKING:  # the command line reads the table before any config is needed
+if TYPE_CHECKING:  # the command line reads the table without a config
     from scalingnote.run.config import RunConfig
     from scalingnote.storage.artifact import Artifact
 
@@ -20,14 +20,14 @@ class Stage:
     """A step of a run.
 
     Attributes:
-        name: of its command, its job and its folder in `run_dir`.
-        summary: what it does, for ``--help``.
+        name: name of its command, its job and its folder in `run_dir`.
+        summary: description for ``--help``.
         builds: kind of its artifact.
-        reads: kinds of artifacts that it takes, to which :func:`of` adds those that a config asks for. Of
-            each kind it gets the newest that a stage before it built.
-        earlier: artifacts that are not the newest of their kind: the argument's name and the builder.
-        section: its section of the config; by default its name.
         job: the function that does the work, ``module:function`` below `scalingnote`.
+        reads: kinds of artifacts that it takes; :func:`of` adds those that a config needs. Of each kind it
+            gets the newest that an earlier stage built.
+        earlier: artifacts that are not the newest of their kind: name of the argument, and builder.
+        section: its section of the config; by default its name.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Stage:
         object.__setattr__(self, "section", self.section or self.name)
 
     def function(self) -> Callable[..., "Artifact"]:
-        """The function that `job` names; it is imported here, since many need torch."""
+        """Import and return the function of `job`; the import is late, because many jobs need torch."""
         module, name = self.job.split(":")
-        found: Callable[..., Artifact] = getattr(importlib.import_module(f"scalingnote.{module}"), name)
-        return found
+        function: Callable[..., Artifact] = getattr(importlib.import_module(f"scalingnote.{module}"), name)
+        return function
 
 
 PREPARE = Stage(
@@ -56,7 +56,11 @@ PREPARE = Stage(
     section="dataset",
 )
 PLANNER = Stage(
-    "planner", "learn which words of a query matter", "planner", "triplets.planner.job:run", ("dataset",)
+    "planner",
+    "learn the importance of the words of a query",
+    "planner",
+    "triplets.planner.job:run",
+    ("dataset",),
 )
 COLLECT = Stage(
     "collect",
@@ -67,21 +71,21 @@ COLLECT = Stage(
 )
 ADOPT = Stage(
     "adopt",
-    "take a published embedding model as the dual encoder, in stage I's place",
+    "take a published embedding model as the dual encoder, instead of stage I",
     "dual_encoder",
     "models.adopt:run",
 )
 TRAIN = Stage("train", "stage I: train both towers", "dual_encoder", "train.job:run", ("dataset", "triplets"))
 PSEUDO_QUERIES_STAGE = Stage(
     "pseudo_queries",
-    "draw texts from the documents for a student to learn from",
+    "sample texts from the documents, for a student to learn from",
     "pseudo_queries",
     "triplets.pseudo_queries.job:run",
     ("dataset",),
 )
 CROSS_ENCODER = Stage(
     "cross_encoder",
-    "train a dual-pooled cross-encoder, a teacher in stage I's place",
+    "train a dual-pooled cross-encoder as the teacher, instead of stage I",
     "cross_encoder",
     "train.cross_encoder.job:run",
     ("dataset", "triplets"),
@@ -128,7 +132,7 @@ FUSE = Stage(
 )
 BM25_STAGE = Stage(
     "bm25",
-    "weight the documents' words by BM25, for hybrid search",
+    "weight the words of the documents by BM25, for hybrid search",
     "bm25_terms",
     "encode.lexical.job:run",
     ("dataset",),
@@ -169,7 +173,7 @@ CROSS_TEACHER = replace(
 CROSS_ENCODE = replace(
     ENCODE, reads=("dataset", "cross_encoder"), job="train.cross_encoder.job:run_documents"
 )
-# A teacher of which only vectors are known: answers of an endpoint, or a file.
+# A teacher that gives only vectors: answers of an endpoint, or a file.
 ENDPOINT_TEACHER = replace(
     TEACHER, reads=("pseudo_queries",), job="encode.endpoint:run_queries", section="endpoint"
 )
@@ -179,13 +183,13 @@ NAMES = tuple(stage.name for stage in RUN_STAGES)
 
 
 def of(config: "RunConfig") -> list[Stage]:
-    """The stages this config asks for, in order: without a distill section there is no student.
+    """Return the stages of a config, in order; without a distill section there is no student.
 
-    With an adopt section nothing is trained in stage I; triplets and their planner are then built only where
-    a student or fusion reads them, and a student that learns from pseudo-queries reads none. With an endpoint
-    section it is asked in the place of towers, with a vectors section there is a student alone. With a bm25
-    section the index takes its terms from there, whether the document tower has a sparse head or not.
-    A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
+    With an adopt section, stage I trains nothing. Then triplets are built only if a student reads them, and
+    their planner only if a student or fusion does; a student that learns from pseudo-queries reads no
+    triplets. With an endpoint section, the endpoint replaces the towers. With a vectors section, there is
+    only a student. With a bm25 section, the index takes its terms from there, even if the document tower has
+    a sparse head. A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
     """
     if config.vectors is not None:
         return [VECTORS_TEACHER, DISTILL]
@@ -194,9 +198,11 @@ def of(config: "RunConfig") -> list[Stage]:
         for number in range(1, config.rounds)
         for stage in (TRAIN, ENCODE, MINE)
     ]
-    # Without triplets the planner is needed by fusion alone, which weighs the words of a query.
+    # Without triplets, only fusion needs the planner: it weights the words of a query.
     with_planner = config.reads_triplets or config.fuse is not None
-    tower = "dual_encoder" if config.distill is None else "student"  # whose query tower serves
+    tower = (
+        "dual_encoder" if config.distill is None else "student"
+    )  # the artifact with the served query tower
     terms = () if config.bm25 is None else ("bm25_terms",)
     return [
         PREPARE,
@@ -213,9 +219,9 @@ def of(config: "RunConfig") -> list[Stage]:
 
 
 def _last_round(config: "RunConfig", triplets: tuple[str, ...]) -> list[Stage]:
-    """The teacher, and the student if there is one; `triplets` is empty if the run collects none."""
-    trained = TRAIN if config.cross_encoder is None else CROSS_ENCODER
-    top = trained if config.adopt is None else ADOPT
+    """Return the stages of the teacher, and of a student; `triplets` is empty if the run collects none."""
+    trainer = TRAIN if config.cross_encoder is None else CROSS_ENCODER
+    top = trainer if config.adopt is None else ADOPT
     encode = ENCODE if config.cross_encoder is None else CROSS_ENCODE
     if config.distill is None:
         return [top, encode]
@@ -225,36 +231,41 @@ def _last_round(config: "RunConfig", triplets: tuple[str, ...]) -> list[Stage]:
     texts = ("pseudo_queries",) if pseudo else ()
     teacher = CROSS_TEACHER if config.cross_encoder is not None else _reading(TEACHER, *triplets, *texts)
     distill = _reading(DISTILL, *config.distill.reads)
-    # QKD needs query embeddings only: the student is ready before the slowest stage, encode, begins.
+    # QKD needs only query embeddings: the student is ready before the slowest stage, encode, begins.
     if not config.distill.reads:
         return [top, *pseudo, teacher, distill, encode]
-    # A student's own document tower replaces the teacher's embeddings in the index.
+    # The document tower of a student replaces the teacher's embeddings in the index.
     again = [ENCODE_STUDENT] if config.distill.document else []
     return [top, *pseudo, teacher, encode, distill, *again]
 
 
 def _reading(stage: Stage, *kinds: str) -> Stage:
-    """The stage with further kinds to read."""
     return replace(stage, reads=(*stage.reads, *kinds))
 
 
 def _evaluate(config: "RunConfig", *terms: str) -> Stage:
-    """Every query tower is measured in the documents' embeddings that it was trained with."""
+    """Build the stage evaluate: it measures each query tower with the document embeddings of its training."""
     is_tower = config.cross_encoder is None and config.endpoint is None
     towers = ("dual_encoder",) if is_tower else ()
     students = () if config.distill is None else ("student",)
-    own = config.distill is not None and (config.distill.document is not None or config.fuse is not None)
-    # The teacher searches its own documents, which are not the newest embeddings then.
-    apart = (("teacher_embeddings", "encode"),) if towers and own else ()
-    return replace(_reading(EVALUATE, *towers, *students, *terms), earlier=apart)
+    is_replaced = config.distill is not None and (
+        config.distill.document is not None or config.fuse is not None
+    )
+    # The teacher searches its embeddings of the documents, which are not the newest then.
+    earlier = (("teacher_embeddings", "encode"),) if towers and is_replaced else ()
+    return replace(_reading(EVALUATE, *towers, *students, *terms), earlier=earlier)
 
 
 def select(
     config: "RunConfig", *, only: str | None = None, start: str | None = None, until: str | None = None
 ) -> list[Stage]:
-    """The stages named by ``--only``, ``--from`` and ``--until``."""
-    wanted = of(config)
-    names = [stage.name for stage in wanted]
+    """Select the stages given by ``--only``, ``--from`` and ``--until``.
+
+    Raises:
+        ConfigError: the run has no such stage.
+    """
+    order = of(config)
+    names = [stage.name for stage in order]
     for name in (only, start, until):
         if name is not None and name not in names:
             hint = did_you_mean(name, names)
@@ -263,4 +274,4 @@ def select(
         start = until = only
     first = names.index(start) if start else 0
     last = names.index(until) if until else len(names) - 1
-    return wanted[first : last + 1]
+    return order[first : last + 1]

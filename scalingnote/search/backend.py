@@ -1,10 +1,10 @@
-"""What a service searches: a :class:`Searcher` over an index, or a vector database with the same documents.
+"""Search backends of a service: a :class:`Searcher` over an index, or a vector database with its documents.
 
-    queries ─► the database: best by vectors, best by terms ─► the scores they lack, by id ─► Candidates
+    queries ─► the database: best by vectors, best by terms ─► missing scores, by id ─► Candidates
 
-The database has what `scalingnote export vectors` wrote. Of the index the ids, the filter columns and the
-documents of the answers are read, never its vectors: candidates name a shard and a row as those of the index
-do, so they are ranked and shown by the same code. Documents that the index does not have are left out.
+`scalingnote export vectors` has filled the database. The searcher reads the ids, the filter columns and the
+documents of the answers from the index, never its vectors. Candidates name a shard and a row like those of
+the index, so the same code ranks and shows them. Documents that the index does not have are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,19 +41,19 @@ from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 
 T = TypeVar("T")
-SAMPLED = 8  # documents that are compared with the collection's at the start
-TOLERANCE = 1e-4  # of their vectors: a database may keep them in another order of operations
-# Of the candidates of a query: ids of documents, dense scores, and scores by terms (none without terms).
+SAMPLED = 8  # documents that are compared with those of the collection at the start
+TOLERANCE = 1e-4  # of their vectors: a database may normalize them by another order of operations
+# The candidates of a query: ids of documents, dense scores, and scores by terms (empty without terms).
 _Scored: TypeAlias = tuple[list[str], list[float], list[float]]
 
 
 class DatabaseSearcher:
-    """Search of all documents of an index version in a vector database. One thread at a time.
+    """Search of all documents of an index version in a vector database, by one thread at a time.
 
     Args:
-        index: the artifact, for layout, ids, filter columns and documents.
-        collection: of the database, see :mod:`scalingnote.search.collection`.
-        name: of the database, for messages.
+        index: the artifact with layout, ids, filter columns and documents.
+        collection: the collection of the database, see :mod:`scalingnote.search.collection`.
+        name: name of the database, for messages.
     """
 
     version = ""
@@ -76,15 +76,16 @@ class DatabaseSearcher:
 
         Raises:
             ArtifactError: a file of the index is missing or damaged.
-            ConfigError: no database answers, or the collection does not hold the documents of the index.
+            ConfigError: the database does not answer, or the collection does not hold the documents of the
+                index.
         """
         index = open_artifact(index_uri, kind="index")
-        opened = collections.connect(search, collection, timeout_s=timeout_s)
-        searcher = cls(index, opened, name=search.backend)
+        database = collections.connect(search, collection, timeout_s=timeout_s)
+        searcher = cls(index, database, name=search.backend)
         try:
             searcher._require_documents(collection, str(search.url))
         except BaseException:
-            opened.close()
+            database.close()
             raise
         return searcher
 
@@ -107,31 +108,33 @@ class DatabaseSearcher:
         return first_passages(self._columns) if self.layout.passages else self._columns
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
-        """The document with this id, from the index."""
+        """Return the document with this id, from the index."""
         return self.store.get(doc_id)
 
     def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Id and filter columns of candidates, from the index."""
+        """Return id and filter columns of each candidate, from the index."""
         places = zip(ids, candidate_places(ids), strict=True)
         return {each: self._rows[shard][row] for each, (shard, row) in places}
 
     @cached_property
     def store(self) -> DocumentStore:
-        """The documents of the index; opened when the first answer is shown in this process."""
+        """Documents of the index, opened for the first answer that this process shows."""
         return DocumentStore.open(self._index)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """Vector of a document, from the database; None where it or the index does not have it."""
+        """Return a document's vector, from the database; None if it or the index lacks the document."""
         _, rows = self._places([doc_id])
-        found = self._read([doc_id], "dense").get(doc_id) if rows[0] >= 0 else None
-        return None if found is None else arrow.l2_normalize(np.asarray([found], np.float32))[0]
+        stored_vector = self._read([doc_id], "dense").get(doc_id) if rows[0] >= 0 else None
+        return (
+            None if stored_vector is None else arrow.l2_normalize(np.asarray([stored_vector], np.float32))[0]
+        )
 
     def answers(self) -> None:
-        """DatabaseError unless the database answers."""
+        """Raise DatabaseError unless the database answers."""
         self._ask(self._collection.count)
 
     def close(self) -> None:
-        """Release the database."""
+        """Close the connection to the database."""
         self._collection.close()
 
     def find(
@@ -145,7 +148,7 @@ class DatabaseSearcher:
         where: filters.Filter | None = None,
         exact: bool = False,
     ) -> list[Candidates]:
-        """As :meth:`Searcher.find`; `exact` as far as the database can.
+        """Find candidates like :meth:`Searcher.find`; `exact` holds as far as the database allows.
 
         Raises:
             SearchError: the arguments are invalid for this index, or `nprobe` is given.
@@ -154,45 +157,45 @@ class DatabaseSearcher:
         if terms is not None and not self.layout.sparse:
             raise SearchError("this index has no terms: set bm25, or train with train.sparse")
         if nprobe is not None:
-            raise SearchError(f"nprobe is of the own index: search.ef is what {self._name} has")
+            raise SearchError(f"nprobe is an option of index files: set search.ef for {self._name}")
         unit = unit_queries(queries, dim=self.dim, k=k, passages=self.layout.passages)
         filters.check(where or {}, self.fields)
         conditions = filters.conditions(where or {}, self.fields)
         if not len(unit) or any(condition == [] for condition in conditions.values()):
             return self._candidates([([], [], [])] * len(unit), hybrid=terms is not None)
         depth = k if terms is None else max(k, joining.candidates)
-        found = self._dense(unit, depth, conditions, exact=exact)
+        by_vectors = self._dense(unit, depth, conditions, exact=exact)
         if terms is None:
-            return self._candidates([(*hits, []) for hits in found], hybrid=False)
+            return self._candidates([(*hits, []) for hits in by_vectors], hybrid=False)
         rows = _rows(terms)
         by_terms = self._sparse(rows, depth, conditions)
-        return self._candidates(self._hybrid(unit, rows, found, by_terms), hybrid=True)
+        return self._candidates(self._hybrid(unit, rows, by_vectors, by_terms), hybrid=True)
 
     # --- parts of a search ----------------------------------------------------------------------------
 
     def _dense(
         self, unit: Float[ndarray, "queries dim"], depth: int, where: Conditions, *, exact: bool
     ) -> list[Hits]:
-        """The best by vectors. A graph may find too few behind a filter: these queries are searched again."""
-        found = self._ask(self._collection.dense, unit, k=depth, where=where, thorough=exact)
-        wanted = min(depth, len(self))
-        short = [n for n, (ids, _) in enumerate(found) if len(ids) < wanted and not exact]
+        """Find the best by vectors; search again if the graph finds too few because of a filter."""
+        answers = self._ask(self._collection.dense, unit, k=depth, where=where, thorough=exact)
+        expected = min(depth, len(self))
+        short = [n for n, (ids, _) in enumerate(answers) if len(ids) < expected and not exact]
         if short:
             again = self._ask(self._collection.dense, unit[short], k=depth, where=where, thorough=True)
             for n, hits in zip(short, again, strict=True):
-                found[n] = max(found[n], hits, key=lambda each: len(each[0]))
-        return found
+                answers[n] = max(answers[n], hits, key=lambda each: len(each[0]))
+        return answers
 
     def _sparse(self, rows: Sequence[Terms], depth: int, where: Conditions) -> list[Hits]:
-        """The best by terms; none for a query without terms."""
+        """Find the best by terms; a query without terms has no hits."""
         with_terms = [n for n, row in enumerate(rows) if row]
-        found: list[Hits] = [([], [])] * len(rows)
+        hits_of_queries: list[Hits] = [([], [])] * len(rows)
         if with_terms:
-            asked = [rows[n] for n in with_terms]
-            answers = self._ask(self._collection.sparse, asked, k=depth, where=where)
+            queries = [rows[n] for n in with_terms]
+            answers = self._ask(self._collection.sparse, queries, k=depth, where=where)
             for n, hits in zip(with_terms, answers, strict=True):
-                found[n] = hits
-        return found
+                hits_of_queries[n] = hits
+        return hits_of_queries
 
     def _hybrid(
         self,
@@ -201,14 +204,14 @@ class DatabaseSearcher:
         by_vectors: Sequence[Hits],
         by_terms: Sequence[Hits],
     ) -> list[_Scored]:
-        """All candidates with both scores: what one search did not find is scored by what is stored of it."""
+        """Score all candidates both ways, those that one search missed by their stored vector or terms."""
         dense = [dict(zip(*hits, strict=True)) for hits in by_vectors]
         sparse = [dict(zip(*hits, strict=True)) for hits in by_terms]
         pairs = [*zip(dense, sparse, strict=True)]
         vectors = self._read(sorted({i for d, s in pairs for i in s.keys() - d.keys()}), "dense")
         unscored = {i for row, (d, s) in zip(rows, pairs, strict=True) if row for i in d.keys() - s.keys()}
-        stored = self._read(sorted(unscored), "terms")
-        scored = []
+        known = self._read(sorted(unscored), "terms")
+        candidates = []
         for query, row, (by_vector, by_term) in zip(unit, rows, pairs, strict=True):
             by_vector |= {
                 i: float(query @ np.asarray(vectors[i], np.float32))
@@ -217,18 +220,18 @@ class DatabaseSearcher:
             }
             ids = [*by_vector]
             terms = [
-                by_term[i] if i in by_term else _product(row, stored.get(i, {})) if row else 0.0 for i in ids
+                by_term[i] if i in by_term else _product(row, known.get(i, {})) if row else 0.0 for i in ids
             ]
-            scored.append((ids, [by_vector[i] for i in ids], terms))
-        return scored
+            candidates.append((ids, [by_vector[i] for i in ids], terms))
+        return candidates
 
-    def _candidates(self, scored: Sequence[_Scored], *, hybrid: bool) -> list[Candidates]:
-        """Candidates of each query, without documents that the index does not have."""
+    def _candidates(self, hits: Sequence[_Scored], *, hybrid: bool) -> list[Candidates]:
+        """Convert hits to candidates, without documents that the index does not have."""
         answers = []
-        for doc_ids, dense, sparse in scored:
+        for doc_ids, dense, sparse in hits:
             shards, rows = self._places(doc_ids)
             known = rows >= 0
-            found = Candidates(
+            candidates = Candidates(
                 candidate_ids(shards, rows)[known],
                 shards[known],
                 np.asarray(dense, np.float32)[known],
@@ -237,23 +240,23 @@ class DatabaseSearcher:
                 searched=len(self.shards),
                 version=self.version,
             )
-            answers.append(found)
+            answers.append(candidates)
         return answers
 
     def _places(self, doc_ids: Sequence[str]) -> tuple[Int[ndarray, " ids"], Int[ndarray, " ids"]]:
-        """The shard of each document and its row there; row -1 where the index does not have it."""
+        """Return the shard and the row in it of each document; the row is -1 if the index lacks it."""
         shards, rows = np.zeros(len(doc_ids), np.int64), np.full(len(doc_ids), -1, np.int64)
-        for shard, found in enumerate(self._rows):
-            own = found.find(doc_ids)
-            shards[own >= 0], rows[own >= 0] = shard, own[own >= 0]
+        for shard, documents in enumerate(self._rows):
+            rows_here = documents.find(doc_ids)
+            shards[rows_here >= 0], rows[rows_here >= 0] = shard, rows_here[rows_here >= 0]
         return shards, rows
 
     def _read(self, doc_ids: Sequence[str], part: PointPart) -> dict[str, Any]:
-        """What is stored of documents; nothing is asked for none."""
+        """Read one part of the points of documents; without ids, do not call the database."""
         return self._ask(self._collection.read, doc_ids, part) if doc_ids else {}
 
     def _ask(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """What the database answers; DatabaseError for whatever its client raises: each has its own."""
+        """Call the database; raise DatabaseError for any error of its client, as each client has its own."""
         try:
             return call(*args, **options)
         except ScalingNoteError:
@@ -265,27 +268,27 @@ class DatabaseSearcher:
     # --- the collection at the start --------------------------------------------------------------------
 
     def _require_documents(self, collection: str, url: str) -> None:
-        """ConfigError unless a collection at a URL holds the documents of the index: a sample is compared."""
+        """Raise ConfigError unless the collection holds the documents of the index: compare a sample."""
         layout, place = self.layout, f"collection {collection!r} of {self._name} at {url}"
         remedy = (
             f"load it with `scalingnote export vectors --run RUN --to {self._name} --url {url} "
             f"--collection {collection}`"
         )
-        described = self._ask(self._collection.layout)
-        if described is None:
+        shape = self._ask(self._collection.layout)
+        if shape is None:
             raise ConfigError(f"there is no {place}: {remedy}")
-        if described[0] != layout.dim or described[1] < layout.sparse:
-            have = f"{described[0] or 'no'} dimensions{'' if described[1] else ' and no terms'}"
-            wanted = f"{layout.dim}{' and terms' if layout.sparse else ''}"
-            raise ConfigError(f"{place} has {have}, the index {wanted}: {remedy}")
-        if (held := self._ask(self._collection.count)) != layout.documents:
-            raise ConfigError(f"{place} holds {held:,} documents, the index {layout.documents:,}: {remedy}")
+        if shape[0] != layout.dim or shape[1] < layout.sparse:
+            actual = f"{shape[0] or 'no'} dimensions{'' if shape[1] else ' and no terms'}"
+            expected = f"{layout.dim}{' and terms' if layout.sparse else ''}"
+            raise ConfigError(f"{place} has {actual}, the index {expected}: {remedy}")
+        if (count := self._ask(self._collection.count)) != layout.documents:
+            raise ConfigError(f"{place} holds {count:,} documents, the index {layout.documents:,}: {remedy}")
         ids, vectors = self._sample()
-        stored, columns = self._read(ids, "dense"), self._read(ids, "columns")
+        vectors_there, columns = self._read(ids, "dense"), self._read(ids, "columns")
         for doc_id, vector in zip(ids, vectors, strict=True):
-            if doc_id not in stored:
+            if doc_id not in vectors_there:
                 raise ConfigError(f"{place} does not hold {doc_id!r} of the index: {remedy}")
-            if vector is not None and not np.allclose(stored[doc_id], vector, atol=TOLERANCE):
+            if vector is not None and not np.allclose(vectors_there[doc_id], vector, atol=TOLERANCE):
                 raise ConfigError(f"{place} has another vector of {doc_id!r} than the index: {remedy}")
         for doc_id, shard, row in zip(ids, *self._places(ids), strict=True):
             for name in self.layout.filters if row >= 0 else ():
@@ -295,7 +298,7 @@ class DatabaseSearcher:
                     )
 
     def _sample(self) -> tuple[list[str], list[Any]]:
-        """Ids of some documents, and their vectors; None where the embeddings are no longer there."""
+        """Return ids of some documents, and their vectors, which are None if the embeddings are deleted."""
         embeddings = self._index.manifest.parents.get("embeddings")
         if embeddings is not None:
             with suppress(ArtifactError, OSError):
@@ -313,7 +316,6 @@ SearchBackend: TypeAlias = Searcher | DatabaseSearcher
 
 
 def _rows(terms: SparseRows) -> list[dict[int, float]]:
-    """Terms and weights of each query."""
     numbers, weights, bounds = terms.terms.tolist(), terms.values.tolist(), terms.offsets.tolist()
     return [
         {term: weight for term, weight in zip(numbers[a:b], weights[a:b], strict=True) if weight}
@@ -322,5 +324,4 @@ def _rows(terms: SparseRows) -> list[dict[int, float]]:
 
 
 def _product(query: Terms, document: Terms) -> float:
-    """Inner product of two rows of terms."""
     return sum((weight * document[term] for term, weight in query.items() if term in document), 0.0)

@@ -1,4 +1,4 @@
-"""Searches of a collection that `scalingnote export vectors` filled, through the database's own client.
+"""Search of a collection that `scalingnote export vectors` filled, through the client of its database.
 
     vectors ──► dense  ┐
                        ├─► (ids, scores) of each query, best first
@@ -6,9 +6,9 @@
 
     ids ──────► read ───► vectors, terms or columns by id
 
-Milvus takes its filters as text, Qdrant as objects. In its local mode the client of Qdrant compares a query
-with every vector; Milvus Lite builds a graph (HNSW) of what is sealed, as a server does. Methods raise what
-the clients raise.
+Milvus takes filters as text, Qdrant as objects. In its local mode, the client of Qdrant compares a query with
+every vector; Milvus Lite builds a graph (HNSW) of sealed segments, like a server. Methods raise the errors of
+the clients.
 """
 
 import json
@@ -25,16 +25,16 @@ from scalingnote.export.databases import DENSE, NO_TERM, TERMS
 from scalingnote.index.config import SearchConfig
 from scalingnote.index.filters import Condition
 
-MOST_EF = 32_768  # that Milvus takes
+MOST_EF = 32_768  # the limit of Milvus
 Conditions = Mapping[str, Condition]  # of scalingnote.index.filters.conditions
 Hits = tuple[list[str], list[float]]  # ids of documents and scores, best first
 Terms = Mapping[int, float]  # term -> weight
 PointPart = Literal["dense", "terms", "columns"]
-_OPEN_FILES: Counter[str] = Counter()  # of Milvus Lite: collections that this process has open in each
+_OPEN_FILES: Counter[str] = Counter()  # of Milvus Lite: number of open collections of this process in each
 
 
 class QdrantCollection(databases.Qdrant):
-    """A collection of Qdrant, to be searched."""
+    """A searchable collection of Qdrant."""
 
     def __init__(self, search: SearchConfig, collection: str, timeout_s: float) -> None:
         super().__init__(search.url or "", collection, timeout_s)
@@ -43,19 +43,19 @@ class QdrantCollection(databases.Qdrant):
     def dense(
         self, queries: Float[ndarray, "queries dim"], *, k: int, where: Conditions, thorough: bool = False
     ) -> list[Hits]:
-        """The k documents with the largest inner products; `thorough` compares with every vector."""
+        """Find the k documents with the largest inner products; `thorough` compares with every vector."""
         params = None
-        if not self._is_local:  # which compares with every vector, and warns of settings
+        if not self._is_local:  # the local mode compares with every vector, and warns about settings
             params = self._models.SearchParams(exact=thorough, hnsw_ef=self._ef)
         return self._query([row.tolist() for row in queries], DENSE, k=k, where=where, params=params)
 
     def sparse(self, queries: Sequence[Terms], *, k: int, where: Conditions) -> list[Hits]:
-        """The k documents with the largest inner products of terms above 0; no query is without terms."""
+        """Find the k documents with the largest inner products of terms above 0; each query has terms."""
         vectors = [self._models.SparseVector(indices=[*row], values=[*row.values()]) for row in queries]
         return self._query(vectors, TERMS, k=k, where=where)
 
     def read(self, doc_ids: Sequence[str], part: PointPart) -> dict[str, Any]:
-        """Vectors, terms or columns of the documents that are there."""
+        """Read vectors, terms or columns of the documents that the collection has."""
         points = self._client.retrieve(
             self._collection,
             ids=[databases.point_id(doc_id) for doc_id in doc_ids],
@@ -63,24 +63,24 @@ class QdrantCollection(databases.Qdrant):
             with_vectors=False if part == "columns" else [part],
         )
         if part == "terms":
-            found = {point.payload["doc_id"]: (point.vector or {}).get(TERMS) for point in points}
+            vectors = {point.payload["doc_id"]: (point.vector or {}).get(TERMS) for point in points}
             return {
                 doc_id: dict(zip(row.indices, row.values, strict=True)) if row else {}
-                for doc_id, row in found.items()
+                for doc_id, row in vectors.items()
             }
         return {p.payload["doc_id"]: p.payload if part == "columns" else p.vector[DENSE] for p in points}
 
     def close(self) -> None:
-        """Release the folder of the local mode, or the connections."""
+        """Close the folder of the local mode, or the connections."""
         self._client.close()
 
     def _query(
         self, queries: Sequence[Any], using: str, *, k: int, where: Conditions, params: Any = None
     ) -> list[Hits]:
-        kept = self._filter(where) if where else None
+        conditions = self._filter(where) if where else None
         requests = [
             self._models.QueryRequest(
-                query=query, using=using, filter=kept, params=params, limit=k, with_payload=["doc_id"]
+                query=query, using=using, filter=conditions, params=params, limit=k, with_payload=["doc_id"]
             )
             for query in queries
         ]
@@ -91,7 +91,7 @@ class QdrantCollection(databases.Qdrant):
         ]
 
     def _filter(self, where: Conditions) -> Any:
-        """Conditions in Qdrant's form: numbers with a fraction and truth values have no list of their own."""
+        """Convert conditions to a filter of Qdrant, which has lists only of strings and integers."""
         models, must = self._models, []
         for name, condition in where.items():
             field = partial(models.FieldCondition, key=_key(name))
@@ -111,12 +111,12 @@ class QdrantCollection(databases.Qdrant):
 
 
 def _key(name: str) -> str:
-    """A column's name as a key of a payload, in which a point leads into an object."""
+    """Quote a column's name for a key of a payload, in which a dot separates nested keys."""
     return name if name.replace("_", "a").isalnum() else json.dumps(name, ensure_ascii=False)
 
 
 class MilvusCollection(databases.Milvus):
-    """A collection of Milvus, as :class:`QdrantCollection`."""
+    """A searchable collection of Milvus, with the methods of :class:`QdrantCollection`."""
 
     def __init__(self, search: SearchConfig, collection: str, timeout_s: float) -> None:
         super().__init__(search.url or "", collection, timeout_s)
@@ -125,27 +125,27 @@ class MilvusCollection(databases.Milvus):
             _OPEN_FILES[self._file] += 1
 
     def layout(self) -> tuple[int | None, bool] | None:
-        """As of :class:`databases.Milvus`; a collection that is there is loaded."""
-        found = super().layout()
-        if found is not None:
+        """Return the layout like :class:`databases.Milvus`, and load the collection if it exists."""
+        layout = super().layout()
+        if layout is not None:
             self._client.load_collection(self._collection, timeout=self._timeout_s)
-        return found
+        return layout
 
     def dense(
         self, queries: Float[ndarray, "queries dim"], *, k: int, where: Conditions, thorough: bool = False
     ) -> list[Hits]:
-        """The nearest by vectors; `thorough` walks as much of the graph as Milvus allows."""
+        """Find the nearest by vectors; `thorough` searches the graph as widely as Milvus allows."""
         ef = MOST_EF if thorough else self._ef
         params = {} if ef is None else {"ef": max(ef, k)}
         return self._search([*queries], DENSE, k=k, where=where, params=params)
 
     def sparse(self, queries: Sequence[Terms], *, k: int, where: Conditions) -> list[Hits]:
-        """The nearest by terms."""
+        """Find the nearest by terms."""
         return self._search([{**row} for row in queries], TERMS, k=k, where=where, params={})
 
     def read(self, doc_ids: Sequence[str], part: PointPart) -> dict[str, Any]:
-        """Vectors, terms or columns of documents."""
-        # The client's own search by ids does not escape them.
+        """Read vectors, terms or columns of documents."""
+        # The search by ids of the client does not escape them.
         rows = self._client.query(
             self._collection,
             filter=_expression("doc_id", [*doc_ids]),
@@ -160,7 +160,7 @@ class MilvusCollection(databases.Milvus):
         return {row["doc_id"]: row if part == "columns" else row[DENSE] for row in rows}
 
     def close(self) -> None:
-        """Close the connection; the server of a file stops with its last collection."""
+        """Close the connection; stop the server of a file with the last collection of the file."""
         self._client.close()
         if self._file is not None:
             _OPEN_FILES[self._file] -= 1
@@ -188,19 +188,19 @@ class MilvusCollection(databases.Milvus):
 
 
 def _expression(name: str, condition: Condition) -> str:
-    """A condition in Milvus' language: columns of documents are dynamic fields."""
+    """Convert a condition to an expression of Milvus, with columns of documents as dynamic fields."""
     field = name if name == "doc_id" else f"$meta[{_literal(name)}]"
     if isinstance(condition, tuple):
         return f"({field} >= {condition[0]!r} and {field} <= {condition[1]!r})"
     values = [_literal(value) if isinstance(value, str) else str(value).lower() for value in condition]
     if name == "doc_id":
         return f"{field} in [{', '.join(values)}]"
-    # Milvus Lite knows no `in` for dynamic fields.
+    # Milvus Lite has no `in` for dynamic fields.
     return f"({' or '.join(f'{field} == {value}' for value in values)})"
 
 
 def _literal(text: str) -> str:
-    """A text as a literal of Milvus' language, which has fewer escapes than JSON."""
+    """Quote a text as a literal of Milvus' expressions, which have fewer escapes than JSON."""
     for character, escape in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
         text = text.replace(character, escape)
     return f'"{text}"'
@@ -210,6 +210,10 @@ Collection: TypeAlias = QdrantCollection | MilvusCollection
 
 
 def connect(search: SearchConfig, collection: str, *, timeout_s: float) -> Collection:
-    """Open a collection to search it; ConfigError where the client is missing or nothing answers."""
+    """Open a collection to search it.
+
+    Raises:
+        ConfigError: the client is missing, or the database does not answer.
+    """
     kind: type[Collection] = QdrantCollection if search.backend == "qdrant" else MilvusCollection
     return databases.call_client(search.backend, search.url, lambda: kind(search, collection, timeout_s))

@@ -1,15 +1,15 @@
-"""Search of an index that takes writes: of all its shards, or of a large index and the delta beside it.
+"""Search of an index that takes writes: of all its shards, or of a large index and its delta.
 
-    LiveIndex.snapshots() ──────────► one view of all shards, made anew when something is written
+    LiveIndex.snapshots() ──────────► one view of all shards, rebuilt after each write
 
     Delta.now() ─► its documents as of record n          ┐
     OverriddenSearcher.at(n) ─► the index without the    ├─ concatenate, rank ─► each document once
     rows of documents that records up to n name          ┘
 
-Delta and large index may be in different processes, each of which follows the log. A search takes the newest
-record that the delta has read, and the searchers of the index read at least as far: what they know of later
-records they leave out. So no document is found twice or missed while a write reaches one process before
-another, and hidden rows take no place among the k best. See :mod:`scalingnote.index.live.versions`.
+The delta and the large index may be in different processes, and each process follows the log. A search uses
+the newest record that the delta has read. The searchers of the index read at least as far, and ignore later
+records. So no document is found twice or missed while a write reaches one process before another, and hidden
+rows take no place among the k best. See :mod:`scalingnote.index.live.versions`.
 """
 
 import threading
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def live_view(layout: IndexLayout, snapshots: Mapping[int, Snapshot]) -> IndexView:
-    """The rows of snapshots of live shards, given by their numbers."""
+    """Build the view of all rows of some snapshots of live shards, given as a mapping from shard numbers."""
     segments = [segment for snapshot in snapshots.values() for segment in snapshot.segments]
     return IndexView(
         layout,
@@ -55,43 +55,43 @@ def live_view(layout: IndexLayout, snapshots: Mapping[int, Snapshot]) -> IndexVi
 
 
 class Latest(Generic[T]):
-    """A value, and the objects that it was made of: the same value while these are the same objects.
+    """A cached value and the objects that it was built from: the value is kept while these are identical.
 
-    Both are replaced as one, so threads may share it; two may make the value at once.
+    Both are replaced in one assignment, so threads may share it; two threads may build the value at once.
     """
 
     def __init__(self) -> None:
         self._held: tuple[tuple[object, ...], T] | None = None
 
     def of(self, *sources: object, make: Callable[[], T]) -> T:
-        """The value of these objects, made anew if one is another than before."""
-        held = self._held
-        if held is None or len(held[0]) != len(sources) or any(map(is_not, held[0], sources)):
-            self._held = held = sources, make()
-        return held[1]
+        """Return the value for these objects, built again if one is not the object of the last call."""
+        cached = self._held
+        if cached is None or len(cached[0]) != len(sources) or any(map(is_not, cached[0], sources)):
+            self._held = cached = sources, make()
+        return cached[1]
 
 
 class LiveSearcher(Searcher):
-    """Search of a live index: each search sees one moment of every shard, with all acknowledged writes."""
+    """Search of a live index: each search sees one snapshot of every shard, with all acknowledged writes."""
 
     def __init__(self, index: LiveIndex) -> None:
         self._index = index
         self._latest: Latest[IndexView] = Latest()
 
     def view(self) -> IndexView:
-        """The rows of all shards as of now; the same view until something is written."""
+        """Return the current rows of all shards; the view is the same until the next write."""
         snapshots = self._index.snapshots()
         return self._latest.of(
             *snapshots, make=lambda: live_view(self._index.layout, dict(enumerate(snapshots)))
         )
 
     def refresh(self) -> None:
-        """Show what the writing process has acknowledged by now, in the version that is open."""
+        """Show all writes that the writing process has acknowledged, in the open version."""
         for shard in self._index.shards:
             shard.refresh()
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
-        """The document with this id as of now; None where there is none."""
+        """Return the current document with this id; None if there is none."""
         return self._index.get(doc_id)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
@@ -100,29 +100,29 @@ class LiveSearcher(Searcher):
         return self._index.vector(doc_id)
 
 
-# --- beside a large index ---------------------------------------------------------------------------------
+# --- a large index and its delta --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Overridden:
-    """What a searcher has read of the log. Replaced as a whole, so that searches need no lock."""
+    """The rows that the log hides so far. One assignment replaces it, so that searches need no lock."""
 
-    record: int  # the last one
+    record: int  # the last one that was read
     alive: Bool[ndarray, " rows"]  # as of this record
     rows: Int[ndarray, " hidden"]  # in the order in which they were hidden
-    records: Int[ndarray, " hidden"]  # by which
+    records: Int[ndarray, " hidden"]  # that hide these rows
 
 
 class OverriddenSearcher(Searcher):
-    """Search of shards of a large index without overridden documents; :meth:`follow` comes first."""
+    """Search of shards of a large index without overridden documents; call :meth:`follow` first."""
 
     def follow(self, log: str | Path, *, after: int) -> None:
-        """Hide what the records after `after`, the last one that this version includes, override."""
+        """Hide the documents that later records than `after` override; this version includes `after`."""
         self._log, self._reading = Path(log), threading.Lock()
         nothing = np.empty(0, np.int64)
         self._overridden = _Overridden(after, np.ones(len(self), bool), nothing, nothing)
         self._moments: dict[int, Searcher] = {}  # by the number of hidden rows
-        self.rows_of([])  # rows by ids are sorted now: no search waits for that after the first write
+        self.rows_of([])  # sorts rows by ids now: no search waits for that after the first write
         self.refresh()
 
     @property
@@ -131,23 +131,29 @@ class OverriddenSearcher(Searcher):
         return self._overridden.record
 
     def refresh(self) -> None:
-        """Read what was acknowledged by now."""
+        """Read all acknowledged records of the log."""
         with self._reading:
             now, until = self._overridden, wal.last_acknowledged(self._log)
             if until <= now.record:
                 return
             alive, rows, records = now.alive.copy(), [now.rows], [now.records]
-            named = overridden(self._log, after=now.record, until=until, passages=self.layout.passages)
-            for record, doc_ids in named:
-                own = self.rows_of(doc_ids)
-                own = own[alive[own]]
-                alive[own] = False
-                rows.append(own)
-                records.append(np.full(len(own), record))
+            ids_of_records = overridden(
+                self._log, after=now.record, until=until, passages=self.layout.passages
+            )
+            for record, doc_ids in ids_of_records:
+                newly_hidden = self.rows_of(doc_ids)
+                newly_hidden = newly_hidden[alive[newly_hidden]]
+                alive[newly_hidden] = False
+                rows.append(newly_hidden)
+                records.append(np.full(len(newly_hidden), record))
             self._overridden = _Overridden(until, alive, np.concatenate(rows), np.concatenate(records))
 
     def at(self, record: int) -> Searcher:
-        """A searcher of the rows that no record up to this one overrides; it must have been read."""
+        """Return a searcher of the rows that no record up to this one overrides.
+
+        Raises:
+            ArtifactError: the record was not read yet.
+        """
         now = self._overridden
         if record > now.record:
             raise ArtifactError(
@@ -156,21 +162,21 @@ class OverriddenSearcher(Searcher):
         hidden = int(np.searchsorted(now.records, record, "right"))
         if not hidden:
             return self
-        found = self._moments.get(hidden)
-        if found is None:
+        searcher = self._moments.get(hidden)
+        if searcher is None:
             alive = now.alive
             if hidden < len(now.rows):
                 alive = np.ones(len(self), bool)
                 alive[now.rows[:hidden]] = False
-            found = self.hiding(alive)
-            kept = [*self._moments.items()][1 - MOMENTS_KEPT :]
-            self._moments = dict([*kept, (hidden, found)])
-        return found
+            searcher = self.hiding(alive)
+            newest = [*self._moments.items()][1 - MOMENTS_KEPT :]
+            self._moments = dict([*newest, (hidden, searcher)])
+        return searcher
 
     def hiding(self, alive: Bool[ndarray, " rows"]) -> Searcher:
         """See :meth:`Searcher.hiding`."""
         other = super().hiding(alive)
-        vars(other)["_moments"] = {}  # or one version would hold itself in memory
+        vars(other)["_moments"] = {}  # or each searcher would keep all earlier ones in memory
         return other
 
 
@@ -178,51 +184,51 @@ class DeltaMoment(Searcher):
     """Search of a delta as of a record of its log.
 
     Args:
-        view: of its rows.
-        record: of the log.
-        version: that its candidates name.
+        view: its rows.
+        record: number of the last record that it includes.
+        version: name of the index version in its candidates.
     """
 
     def __init__(self, view: IndexView, record: int, version: str) -> None:
         self._view, self.record, self.version = view, record, version
 
     def find(self, *queries: Any, **options: Any) -> list[Candidates]:
-        """See :meth:`Searcher.find`; a delta is no shard of the index."""
-        return [replace(found, searched=0) for found in super().find(*queries, **options)]
+        """See :meth:`Searcher.find`; a delta does not count as a shard of the index."""
+        return [replace(candidates, searched=0) for candidates in super().find(*queries, **options)]
 
 
 class Delta:
-    """What was written beside a version of a large index, in a process that follows the log.
+    """The delta of a version of a large index, in a process that follows the log.
 
     Args:
-        folder: of the live index.
-        version: of its register.
-        name: of the version, which candidates name.
+        folder: folder of the live index.
+        version: an entry of its register of versions.
+        name: name of the version in its candidates.
     """
 
     def __init__(self, folder: str | Path, version: LiveVersion, *, name: str = "") -> None:
-        opened, log = OpenVersion(version, open_empty(folder)), versions.log_folder(folder, 0)
-        self._log, self._name, self._layout = log, name, opened.layout
-        self._number = open_layout(version.open()).shards  # its candidates come after those of the index
-        (self._read,) = opened.included
-        self._shard = LiveShard(opened, 0, folder, follow=True)
+        open_version, log = OpenVersion(version, open_empty(folder)), versions.log_folder(folder, 0)
+        self._log, self._name, self._layout = log, name, open_version.layout
+        self._number = open_layout(version.open()).shards  # candidates come after those of the index
+        (self._read,) = open_version.included
+        self._shard = LiveShard(open_version, 0, folder, follow=True)
         self._doc_ids: set[str] = set()
         self._reading = threading.Lock()
         self._latest: Latest[DeltaMoment] = Latest()
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what was acknowledged by now."""
+        """Read all acknowledged records of the log."""
         with self._reading:
             self._shard.refresh()
-            # Later than the documents: an id that is known here has its document, unless it was deleted.
+            # Ids are read after the documents: an id in the set has its document, unless it was deleted.
             until, passages = self._shard.snapshot.sequence, self._layout.passages
             for _, doc_ids in overridden(self._log, after=self._read, until=until, passages=passages):
                 self._doc_ids.update(doc_ids)
             self._read = until
 
     def now(self) -> DeltaMoment:
-        """A searcher of what was written as of now."""
+        """Return a searcher of the current documents of the delta."""
         snapshot = self._shard.snapshot
 
         def make() -> DeltaMoment:
@@ -232,25 +238,29 @@ class Delta:
         return self._latest.of(snapshot, make=make)
 
     def overrides(self, doc_id: str) -> bool:
-        """Whether a document was written or deleted since the version: then that of the index is hidden."""
+        """Return whether a document was written or deleted after the version was built, and so is hidden."""
         return doc_id in self._doc_ids
 
     def get(self, row: str) -> dict[str, Any] | None:
-        """The document, or the passage, with this id, as of now; None where the delta has none."""
+        """Return the current document or passage with this id; None if the delta has none."""
         return self._shard.get(row)
 
     def vector(self, row: str) -> Float[ndarray, " dim"] | None:
-        """Its vector, as exact as the index keeps it. SearchError where the index keeps codes only."""
+        """Return the vector of a document or passage, as exact as the index keeps it.
+
+        Raises:
+            SearchError: the index keeps only codes.
+        """
         require_vectors(self._layout)
         return self._shard.vector(row)
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the log."""
         self._shard.close()
 
 
 class SearcherWithDelta(Searcher):
-    """Search of a large index and its delta in one process, as the writes of both: see :class:`Searcher`."""
+    """Search of a large index and its delta in one process: see :class:`Searcher`."""
 
     def __init__(self, index: OverriddenSearcher, delta: Delta) -> None:
         self._index, self._delta = index, delta
@@ -268,11 +278,11 @@ class SearcherWithDelta(Searcher):
         return len(self._index)
 
     def refresh(self) -> None:
-        """Show what the writing process has acknowledged by now."""
+        """Show all writes that the writing process has acknowledged."""
         self._delta.refresh()
 
     def view(self) -> IndexView:
-        """The rows of both as of now; the same view until something is written."""
+        """Return the current rows of both; the view is the same until the next write."""
         moment = self._delta.now()
         return self._latest.of(moment, make=partial(self._as_of, moment))
 
@@ -283,11 +293,11 @@ class SearcherWithDelta(Searcher):
 
     @property
     def store(self) -> DocumentStore:
-        """The documents of the large index."""
+        """Documents of the large index."""
         return self._index.store
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
-        """The document, or the passage, with this id; None where there is none."""
+        """Return the document or passage with this id; None if there is none."""
         return self._holder(doc_id).get(doc_id)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
@@ -295,10 +305,10 @@ class SearcherWithDelta(Searcher):
         return self._holder(doc_id).vector(doc_id)
 
     def _holder(self, row: str) -> Delta | OverriddenSearcher:
-        """What has the document that a row is, or is a passage of."""
+        """Return the delta or the index, whichever has the document of a row (a document or a passage)."""
         document = document_of(row) if self._index.layout.passages else row
         return self._delta if self._delta.overrides(document) else self._index
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the log."""
         self._delta.close()

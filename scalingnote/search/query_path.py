@@ -1,16 +1,16 @@
-"""Queries: text and user become the input of a search; the teacher encodes a few in place of the student.
+"""Queries: a text and a user become the input of a search; the teacher encodes a few in place of the student.
 
     text ─► query tower ─► unit embedding ─► query fusion (planner, features of the user) ─► final embedding
-      └───► terms, where documents have terms
+      └───► terms, if documents have terms
 
-Unknown users, and all users where no query fusion was trained, get the plain embedding, bit for bit.
+Unknown users get the plain embedding, bit for bit, and so do all users if no query fusion was trained.
 
     search ─► five best scores close together? ─► the teacher encodes the query ─► search again
                                                └► otherwise: unchanged
 
 A student finds nearly the same documents as its teacher, but orders them worse. The order is uncertain if the
-five best scores have a small standard deviation for their height. :class:`scalingnote.Index` tunes the
-threshold on held-out queries, :mod:`scalingnote.serve.escalation` on its latest ones.
+five best scores have a small standard deviation relative to their mean. :class:`scalingnote.Index` tunes the
+threshold on held-out queries, :mod:`scalingnote.serve.escalation` on the latest queries.
 """
 
 import json
@@ -33,12 +33,12 @@ from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.storage import arrow
 from scalingnote.triplets.planner.planner import Planner
 
-if TYPE_CHECKING:  # it needs torch, a lookup tower does not
+if TYPE_CHECKING:  # fusion needs torch, a lookup tower does not
     from scalingnote.fuse.fusion import QueryFusion
 
-COMPARED = 5  # best scores whose variation is taken
-WINDOW = 1000  # latest queries that a share is a share of
-MIN_QUERIES = 100  # before the first one escalates, unless all do
+COMPARED = 5  # number of best scores in the coefficient of variation
+WINDOW = 1000  # number of latest queries that a share refers to
+MIN_QUERIES = 100  # queries before the first one escalates, unless all do
 TUNING_INTERVAL = 20  # queries
 
 
@@ -62,12 +62,12 @@ class Query:
     nprobe: int | None = None
     where: Filter | None = None
     exact: bool = False
-    version: str = ""  # of the index, where several are served
-    record: int | None = None  # of a delta's log, as of which the index is searched; None: as it was built
+    version: str = ""  # of the index, if several are served
+    record: int | None = None  # of a delta's log: the search sees the index as of it; None: as it was built
 
     @cached_property
     def batch_key(self) -> tuple[str | int | bool, ...]:
-        """Queries with equal keys differ in embedding and terms only, and are searched together."""
+        """Key of a batch: queries with equal keys differ only in embedding and terms, and share a search."""
         where = json.dumps(self.where, sort_keys=True) if self.where else ""
         record = -1 if self.record is None else self.record
         return self.version, self.k, self.nprobe or 0, self.exact, self.terms is None, where, record
@@ -86,10 +86,10 @@ class QueryPath:
 
         Args:
             queries: texts.
-            users: id of the user of each query, None where unknown; (): no query has a user.
+            users: id of the user of each query, None if unknown; (): no query has a user.
 
         Raises:
-            DataError: a query is no text.
+            DataError: a query is not a text.
         """
         queries = checked_texts(queries, name="query")
         embeddings = arrow.l2_normalize(self.encoder.encode_queries(queries))
@@ -104,9 +104,9 @@ class QueryPath:
 def _personalise(
     encoded: list[Query], queries: Sequence[str], users: Sequence[str | None], personal: Personal
 ) -> list[Query]:
-    named = [number for number, user in enumerate(users) if user]
-    features = personal.store.get_many([users[number] or "" for number in named])
-    known = {n: user for n, user in zip(named, features, strict=True) if user.profile or user.history}
+    with_user = [number for number, user in enumerate(users) if user]
+    features = personal.store.get_many([users[number] or "" for number in with_user])
+    known = {n: user for n, user in zip(with_user, features, strict=True) if user.profile or user.history}
     if not known:
         return encoded
     texts = [queries[number] for number in known]
@@ -124,28 +124,28 @@ def _personalise(
 
 
 def doubt(scores: Float[ndarray, "queries k"]) -> Float[ndarray, " queries"]:
-    """How uncertain the student's order is: minus the coefficient of variation of a query's five best scores.
+    """Compute how uncertain the student's order is: minus the variation coefficient of the five best scores.
 
-    That is their standard deviation over their mean. `scores` are best first, -inf where a query has no
-    further candidate. The result is at most 0, which is most doubt, also where the mean is not above 0:
-    nothing is like the query. It is -inf where there are fewer than two candidates to order.
+    That is their standard deviation over their mean. `scores` are best first, padded with -inf. The result is
+    at most 0, the most doubt, which it also is if the mean is not above 0: then no document resembles the
+    query. It is -inf if there are fewer than two candidates to order.
     """
     best = scores[:, :COMPARED].astype(np.float64)
-    found = np.isfinite(best)
-    count = np.maximum(found.sum(axis=1), 1)
-    best = np.where(found, best, 0.0)
+    is_score = np.isfinite(best)
+    count = np.maximum(is_score.sum(axis=1), 1)
+    best = np.where(is_score, best, 0.0)
     mean = best.sum(axis=1) / count
-    squares = np.where(found, best - mean[:, None], 0.0) ** 2
+    squares = np.where(is_score, best - mean[:, None], 0.0) ** 2
     deviation = np.sqrt(squares.sum(axis=1) / count)
     variation = np.divide(deviation, mean, out=np.zeros_like(mean), where=mean > 0)
-    return np.where(found.sum(axis=1) > 1, -variation, -np.inf)
+    return np.where(is_score.sum(axis=1) > 1, -variation, -np.inf)
 
 
 def escalation_threshold(doubts: Float[ndarray, " queries"], share: float) -> float:
-    """The doubt above which a query escalates, such that at most `share` of these queries do.
+    """Compute the doubt above which a query escalates, so that at most `share` of these queries do.
 
     Args:
-        doubts: of held-out queries, from :func:`doubt`.
+        doubts: doubts of held-out queries, from :func:`doubt`.
         share: in [0, 1]. 0 gives inf (no query escalates), 1 gives -inf (every query with two candidates).
 
     Raises:
@@ -159,15 +159,15 @@ def escalation_threshold(doubts: Float[ndarray, " queries"], share: float) -> fl
         raise ConfigError("no held-out queries to tune the threshold of escalation on: give some")
     most = int(share * len(doubts) + 1e-9)  # 0.29 * 100 is 28.999999999999996
     ranked = np.sort(doubts)[::-1]
-    # Between two of them: the last digits of a query's scores differ, alone and among others.
+    # Between two of them: the last digits of a query's scores depend on its batch.
     return float((ranked[max(most - 1, 0)] + ranked[most]) / 2)
 
 
 class DoubtWindow:
-    """Which queries escalate in a stream of queries.
+    """Selection of the queries that escalate in a stream of queries.
 
     Args:
-        share: of the latest WINDOW queries.
+        share: share of the latest WINDOW queries.
     """
 
     def __init__(self, share: float) -> None:
@@ -177,9 +177,9 @@ class DoubtWindow:
         self._limit = float("-inf") if share == 1 else float("inf")
 
     def is_uncertain(self, scores: Float[ndarray, " candidates"]) -> bool:
-        """Whether a query with these scores, in any order, escalates."""
+        """Return whether a query with these scores, in any order, escalates; count it for later queries."""
         value = float(doubt(-np.sort(-scores)[np.newaxis, :COMPARED])[0])
-        uncertain = value > self._limit  # before it counts itself
+        uncertain = value > self._limit  # its own doubt does not count yet
         if self._share < 1:
             self._doubts.append(value)
             self._seen += 1

@@ -1,11 +1,11 @@
-"""The rows that a search sees, and the dense search over them: lists chosen once, every segment scanned.
+"""The rows that a search sees, and the dense search over them, which scans the same lists in each segment.
 
     queries ─► checked, unit length ─► lists to scan ─► each segment's k best ─► the k best of all
 
-A *segment* is vectors that are scanned together: those of the shards a searcher holds, or those written to a
-live shard since. Rows are numbered from the first segment to the last. A search for k returns k documents if
-k are allowed: the fewer a filter allows, the more lists are scanned; if only few are, each is scored; and a
-scan that returns too few is repeated over all lists.
+A *segment* is vectors that are scanned together: those of the shards of a searcher, or later writes to a live
+shard. Rows are numbered from the first segment to the last. A search for k returns k documents if k are
+allowed: the fewer documents a filter allows, the more lists are scanned. If only few are allowed, each is
+scored. A scan that returns too few is repeated over all lists.
 """
 
 import json
@@ -30,8 +30,8 @@ from scalingnote.index.postings import Postings
 from scalingnote.index.shard import IndexLayout
 
 MAX_K = 1000
-MAX_DEPTH = 16_000  # passages of one query; Milvus gives 16,384
-CACHED_FILTERS = 64  # filters whose row masks a built index keeps: one byte per document each
+MAX_DEPTH = 16_000  # passages of one query; the limit of Milvus is 16,384
+CACHED_FILTERS = 64  # number of filters with row masks in memory: one byte per document each
 
 Masks = Sequence[RowMask | None]  # of each segment; None: all rows
 Ranking = tuple[Float[ndarray, "_ _"], Int[ndarray, "_ _"]]  # scores and rows, [queries, k], best first
@@ -39,7 +39,7 @@ Ranking = tuple[Float[ndarray, "_ _"], Int[ndarray, "_ _"]]  # scores and rows, 
 
 @dataclass(frozen=True, eq=False)
 class IndexView:
-    """The rows that one search sees: those of all shards held, numbered from the first shard to the last.
+    """The rows that one search sees: those of all its shards, numbered from the first shard to the last.
 
     Each kind of data divides the same rows differently: *segments* are vectors that are scanned together,
     `documents` are tables, `postings` are term lists; each sequence covers all rows in order.
@@ -49,9 +49,9 @@ class IndexView:
     segments: Sequence[ivf.Lists]
     alive: Masks  # the rows that were not deleted or replaced
     documents: Sequence[pa.Table]  # with the columns that a search may filter by
-    postings: Sequence[Postings]  # none where the index has no terms
+    postings: Sequence[Postings]  # empty if the index has no terms
     shard_rows: Mapping[int, int]  # shard -> number of its rows, in order
-    # Of live shards, number -> the function from a row of the shard to its document.
+    # Number of a live shard -> the function from a row of the shard to its document.
     lookup: Mapping[int, Callable[[int], Mapping[str, Any]]] = field(default_factory=dict)
 
     @cached_property
@@ -80,17 +80,17 @@ class IndexView:
 
     @property
     def kept(self) -> list[tuple[int, Any]]:
-        """First row of each segment, and the vectors it keeps for exact scores."""
+        """First row of each segment, and its vectors for exact scores."""
         return [(start, lists.kept) for start, lists in zip(self.starts, self.segments, strict=False)]
 
     def hiding(self, alive: Bool[ndarray, " rows"]) -> "IndexView":
-        """The same rows, of which only those `alive` may be found."""
+        """Return a view of the same rows in which a search finds only those that are `alive`."""
         hidden = replace(self, alive=[RowMask(rows) for rows in np.split(alive, self.starts[1:-1])])
         vars(hidden)["_matching"] = self._matching  # filters are computed once: they match the same rows
         return hidden
 
     def beside(self, other: "IndexView") -> "IndexView":
-        """The rows of this view, then those of other shards with the same layout and quantizer."""
+        """Return a view of these rows and then those of other shards with the same layout and quantizer."""
         both = IndexView(
             self.layout,
             segments=[*self.segments, *other.segments],
@@ -100,12 +100,16 @@ class IndexView:
             shard_rows={**self.shard_rows, **other.shard_rows},
             lookup={**self.lookup, **other.lookup},
         )
-        parts = (self, other)  # each with the filters that it has computed
+        parts = (self, other)  # each has cached filters
         vars(both)["_matching"] = lambda where: np.concatenate([each._matching(where) for each in parts])
         return both
 
     def masks(self, where: filters.Filter | None) -> Masks:
-        """Rows of each segment that are alive and match a filter; None: all. SearchError for a bad filter."""
+        """Return the rows of each segment that are alive and match a filter; None for all.
+
+        Raises:
+            SearchError: the filter is invalid.
+        """
         if not where:
             return self.alive
         filters.check(where, self.fields)
@@ -114,14 +118,14 @@ class IndexView:
         return [RowMask(rows if alive is None else rows & alive.rows) for rows, alive in pairs]
 
     def whole_mask(self, masks: Masks) -> Bool[ndarray, " rows"] | None:
-        """The masks of all segments as one; None: all rows."""
+        """Join the masks of all segments; None for all rows."""
         if all(mask is None for mask in masks):
             return None
         pairs = zip(self.segments, masks, strict=True)
         return np.concatenate([np.ones(len(lists), bool) if m is None else m.rows for lists, m in pairs])
 
     def alive_documents(self) -> list[pa.Table]:
-        """The documents without rows that were deleted or replaced."""
+        """Return the documents without rows that were deleted or replaced."""
         alive = self.whole_mask(self.alive)
         if alive is None:
             return list(self.documents)
@@ -132,9 +136,9 @@ class IndexView:
     def place(
         self, rows: Int[ndarray, "queries k"]
     ) -> tuple[Int[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-        """The shard of each row, and the row's number in it; -1 where the row is -1."""
-        found: tuple[ndarray, ndarray] = _locate(rows, self.shard_starts, self.shards)
-        return found
+        """Return the shard of each row, and its number in the shard; both are -1 for a row of -1."""
+        places: tuple[ndarray, ndarray] = _locate(rows, self.shard_starts, self.shards)
+        return places
 
 
 def search(
@@ -151,30 +155,31 @@ def search(
     """Find the k best documents of each query.
 
     Args:
-        segments: all trained alike; two quantizers occur only while a live index adopts a retrained one.
+        segments: all share a quantizer; there are two only while a live index adopts a retrained one.
         queries: unit vectors.
         k: documents per query.
-        nprobe: inverted lists to scan where all documents are allowed.
-        refine_factor: candidates rescored by kept vectors, per document asked for.
-        exact: score every document by the vectors kept; without these, scan all lists.
-        masks: rows allowed in each segment; None: all.
-        alive: rows of each segment that were not deleted or replaced, of which `masks` are a part. An index
-            built anew would not have the others, and scan as many lists.
+        nprobe: number of inverted lists to scan if all documents are allowed.
+        refine_factor: number of candidates rescored by stored vectors, per requested document.
+        exact: score every document by its stored vector; without stored vectors, scan all lists.
+        masks: rows allowed in each segment; None for all.
+        alive: rows of each segment that were not deleted or replaced, which include `masks`. A new index of
+            these rows would scan the same number of lists.
 
     Returns:
-        Scores and rows, best first; at most k columns, padded with -inf and -1. Ties go to the lower row.
+        Scores and rows, best first; at most k columns, padded with -inf and -1. For equal scores, the lower
+        row is first.
     """
     every = [None] * len(segments)
-    sizes = [*map(len, segments)]  # asked once: faiss takes a microsecond to answer
+    sizes = [*map(len, segments)]  # computed once: each `len` takes faiss a microsecond
     counts = _counts(sizes, masks or every)
     starts = accumulate(sizes, initial=0)
-    found = zip(starts, segments, masks or every, counts, strict=False)
-    pieces = [(start, lists, mask) for start, lists, mask, count in found if count]
+    columns = zip(starts, segments, masks or every, counts, strict=False)
+    pieces = [(start, lists, mask) for start, lists, mask, count in columns if count]
     if not pieces or not len(queries):
         return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
-    documents, allowed, left = sum(sizes), sum(counts), sum(_counts(sizes, alive or every))
+    documents, allowed, alive_count = sum(sizes), sum(counts), sum(_counts(sizes, alive or every))
     nlist = max(lists.coarse.ntotal for _, lists, _ in pieces)
-    widened = nlist if exact else min(nlist, ceil(nprobe * left / allowed))
+    widened = nlist if exact else min(nlist, ceil(nprobe * alive_count / allowed))
     scanned = documents * widened / nlist
     has_vectors = all(lists.kept is not None for _, lists, _ in pieces)
     if has_vectors and (exact or (allowed < documents and allowed * RESCORE_COST <= scanned)):
@@ -192,9 +197,12 @@ def search(
 def unit_queries(
     queries: Shaped[ndarray, "..."], *, dim: int, k: int, passages: bool = False
 ) -> Float[ndarray, "queries dim"]:
-    """Scale queries to unit length; SearchError for queries, or a `k`, that cannot be searched.
+    """Scale queries to unit length.
 
-    `passages`: k is of passages, of which a search for documents takes more.
+    `passages`: k is a number of passages, which has a higher limit.
+
+    Raises:
+        SearchError: queries or `k` are invalid for this index.
     """
     most = MAX_DEPTH if passages else MAX_K
     if not isinstance(k, int | np.integer) or not 1 <= k <= most:
@@ -213,14 +221,14 @@ def unit_queries(
 
 
 def checked_nprobe(nprobe: int, nlist: int) -> int:
-    """At most the number of lists; SearchError below 1."""
+    """Limit nprobe to the number of lists; raise SearchError below 1."""
     if nprobe < 1:
         raise SearchError(f"nprobe is {nprobe}: scan 1 to {nlist} lists")
     return min(nprobe, nlist)
 
 
 def require_vectors(layout: IndexLayout) -> None:
-    """SearchError unless the index keeps vectors of its documents."""
+    """Raise SearchError unless the index keeps vectors of its documents."""
     if layout.refine == "none":
         raise SearchError(
             f"{layout.family} keeps no vectors of documents: index with index.family.refine=sq8"
@@ -228,7 +236,7 @@ def require_vectors(layout: IndexLayout) -> None:
 
 
 def require_hybrid(layout: IndexLayout) -> None:
-    """SearchError unless the index can be searched by embeddings and terms together."""
+    """Raise SearchError unless the index can be searched by embeddings and terms together."""
     if not layout.sparse:
         raise SearchError(
             "this index has no terms: set bm25, or train with train.sparse and encode, then index again"
@@ -244,40 +252,40 @@ _Pieces = Sequence[tuple[int, ivf.Lists, RowMask | None]]  # first row, vectors,
 
 
 def _counts(sizes: Sequence[int], masks: Masks) -> list[int]:
-    """Number of rows of each segment that a mask leaves."""
+    """Count the allowed rows of each segment."""
     return [size if mask is None else mask.count for size, mask in zip(sizes, masks, strict=True)]
 
 
 def _probe(pieces: _Pieces, queries: UnitQueries, *, k: int, nprobe: int, refine_factor: int) -> Ranking:
     """Scan the lists of each query's nearest centroids in every segment."""
-    chosen: dict[int, ivf.Chosen] = {}
-    found = []
+    chosen_lists: dict[int, ivf.Chosen] = {}
+    rankings = []
     for _, lists, mask in pieces:
         coarse = lists.coarse
-        if id(coarse) not in chosen:
-            chosen[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
-        own = chosen[id(coarse)]
-        found.append(
-            ivf.candidates(lists, queries, chosen=own, k=k, refine_factor=refine_factor, allowed=mask)
+        if id(coarse) not in chosen_lists:
+            chosen_lists[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
+        its_lists = chosen_lists[id(coarse)]
+        rankings.append(
+            ivf.candidates(lists, queries, chosen=its_lists, k=k, refine_factor=refine_factor, allowed=mask)
         )
-    return _best(pieces, found, k=k)
+    return _best(pieces, rankings, k=k)
 
 
 def _score_all(pieces: _Pieces, queries: UnitQueries, *, k: int) -> Ranking:
-    """Score every allowed document: cheaper than a scan where a filter leaves few."""
-    found = []
+    """Score every allowed document, which is cheaper than a scan if a filter allows few."""
+    rankings = []
     for _, lists, mask in pieces:
         rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask.rows)
         every = np.broadcast_to(rows, (len(queries), len(rows)))
-        found.append(topk.merge(ivf.scores(lists.kept, queries, every), every, k=k))
-    return _best(pieces, found, k=k)
+        rankings.append(topk.merge(ivf.scores(lists.kept, queries, every), every, k=k))
+    return _best(pieces, rankings, k=k)
 
 
-def _best(pieces: _Pieces, found: Sequence[Ranking], *, k: int) -> Ranking:
-    """The k best of the candidates of all segments, with rows counted from the first segment on."""
+def _best(pieces: _Pieces, rankings: Sequence[Ranking], *, k: int) -> Ranking:
+    """Merge the candidates of all segments into the k best, with rows counted from the first segment."""
     counted = [
         (scores, topk.count_from(first, rows) if first else rows)
-        for (first, _, _), (scores, rows) in zip(pieces, found, strict=True)
+        for (first, _, _), (scores, rows) in zip(pieces, rankings, strict=True)
     ]
     if len(counted) == 1:
         return topk.merge(*counted[0], k=k)
@@ -286,21 +294,21 @@ def _best(pieces: _Pieces, found: Sequence[Ranking], *, k: int) -> Ranking:
 
 
 def _matching_rows(documents: Sequence[pa.Table], where: str) -> Bool[ndarray, " rows"]:
-    """Rows of the tables that match a filter, given as JSON so that it can be a key of a cache."""
-    wanted = json.loads(where)
-    return np.concatenate([filters.mask(table, wanted) for table in documents])
+    """Compute which rows match a filter, which is JSON because it is a key of the cache."""
+    conditions = json.loads(where)
+    return np.concatenate([filters.mask(table, conditions) for table in documents])
 
 
 @jit
 @no_type_check
 def _unit(queries):
-    """Queries of unit length, and the first one without direction, or -1; numpy takes longer per call."""
+    """Return queries of unit length, and the first one without direction or -1; numpy is slower per call."""
     unit = np.empty(queries.shape, np.float32)
     for q in range(len(queries)):
         total = 0.0
         for j in range(queries.shape[1]):
             total += np.float64(queries[q, j]) * np.float64(queries[q, j])
-        if not 0.0 < total < np.inf:  # nor is NaN
+        if not 0.0 < total < np.inf:  # false for NaN too
             return unit, q
         length = np.sqrt(total)
         for j in range(queries.shape[1]):
@@ -311,7 +319,6 @@ def _unit(queries):
 @jit
 @no_type_check
 def _locate(rows, starts, numbers):
-    """Shard and row in the shard of each row over all shards; -1 where the row is -1."""
     shard, inside = np.full_like(rows, -1), np.full_like(rows, -1)
     for q in range(rows.shape[0]):
         for c in range(rows.shape[1]):

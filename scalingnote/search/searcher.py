@@ -1,19 +1,20 @@
 """Searchers: the best documents of an index for query embeddings, or for embeddings and terms together.
 
-    queries ─► rows of the shards held ─scan─► Candidates ─rank─► Results, best first
+    queries ─► rows of its shards ─scan─► Candidates ─rank─► Results, best first
 
 A searcher holds all shards of an index or some of them. :meth:`Searcher.find` returns the candidates of its
-shards, and :func:`rank` ranks those of one or several searchers. :class:`Searcher` opens an index that
-was built; :mod:`scalingnote.search.live_searcher` has those of an index that takes writes.
+shards, and :func:`rank` ranks those of one or several searchers. :class:`Searcher` opens a built index;
+:mod:`scalingnote.search.live_searcher` has the searchers of an index that takes writes.
 
-In an index of passages each document is shown once, at the place of its best passage, which is its snippet:
+In an index of passages, each document is shown once, at the place of its best passage, which is its snippet:
 
     k documents ─► the best passages, a few per document ─► one per document ─► k of them? else more passages
 
-A ranking of passages is searched as any other; what is grouped is its beginning. So the k documents are
-exactly the first k of the whole ranking of passages: a document that is not found has no passage among those
-read, all of which are better than its own. There are fewer than k only if the ranking ends, or at MAX_DEPTH.
-A hybrid ranking is that of as many candidates of either kind as an index of documents has, at least `depth`.
+Passages are searched and ranked like documents; then the beginning of their ranking is grouped by document.
+So the k documents are exactly the first k of the complete ranking of passages: a document that is missing has
+no passage among those read, and all of these are better than its passages. There are fewer than k documents
+only if the ranking ends, or at MAX_DEPTH. A hybrid ranking takes at least `depth` candidates of either kind,
+as in an index of documents.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,9 +51,9 @@ from scalingnote.storage.schema import PASSAGE, document_of, passage_id
 
 S = TypeVar("S", bound="Searcher")
 DEFAULT_JOINING = Joining()
-FIRST_DEPTH = 4  # passages per document asked for, in the first search
-DEEPER = 4  # times as many in each further one
-_ROW_BITS = 40  # of a candidate's id; the bits above are the number of its shard
+FIRST_DEPTH = 4  # passages per requested document in the first search
+DEEPER = 4  # factor by which each further search takes more
+_ROW_BITS = 40  # lower bits of a candidate's id, for the row; the bits above are the number of its shard
 _ROWS = (1 << _ROW_BITS) - 1
 
 
@@ -60,7 +61,7 @@ class SearchHit(NamedTuple):
     """A document of the answer. `score` is `dense`, or the joined dense and sparse score.
 
     `dense` is the cosine of query and document; in an index that compares by dot, the inner product of the
-    query at length 1 and the document, which ranks as the model's own similarity does.
+    query at length 1 and the document, which gives the same order as the similarity of the model.
     """
 
     score: float
@@ -77,7 +78,7 @@ class SearchHit(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates that some shards have for one query, in any order.
+    """Candidates of some shards for one query, in any order.
 
     Candidates of a live index contain their documents, because the index may change before they are read.
     `ids` order documents of equal scores in the same way in every process.
@@ -86,7 +87,7 @@ class Candidates:
     ids: Int[ndarray, " candidates"]
     shards: Int[ndarray, " candidates"]
     dense: Float[ndarray, " candidates"]
-    sparse: Float[ndarray, " candidates"] | None  # None where the query has no terms
+    sparse: Float[ndarray, " candidates"] | None  # None if the query has no terms
     documents: Sequence[Any]  # mappings; None, or empty: not read yet
     searched: int  # number of shards
     version: str = ""  # of the index, if it is served
@@ -96,14 +97,14 @@ class Candidates:
         return len(self.ids)
 
     def take(self, places: Sequence[int]) -> "Candidates":
-        """The candidates at these places."""
-        own = np.asarray(places, np.int64)
+        """Return the candidates at these places."""
+        rows = np.asarray(places, np.int64)
         return replace(
             self,
-            ids=self.ids[own],
-            shards=self.shards[own],
-            dense=self.dense[own],
-            sparse=None if self.sparse is None else self.sparse[own],
+            ids=self.ids[rows],
+            shards=self.shards[rows],
+            dense=self.dense[rows],
+            sparse=None if self.sparse is None else self.sparse[rows],
             documents=[self.documents[place] for place in places] if self.documents else (),
         )
 
@@ -128,16 +129,16 @@ class Results:
         return len(self.documents) == len(self) and not any(row is None for row in self.documents)
 
     def take(self, places: Sequence[int]) -> "Results":
-        """The results at these places."""
+        """Return the results at these places."""
         documents = [self.documents[place] for place in places] if self.documents else ()
         return Results(self.best.take(places), [self.scores[place] for place in places], documents)
 
     def with_documents(self, documents: Sequence[Mapping[str, Any]]) -> "Results":
-        """The same results with their documents."""
+        """Return the same results with their documents."""
         return Results(self.best, self.scores, documents)
 
     def hits(self) -> list[SearchHit]:
-        """The results one by one."""
+        """Return a list with one hit per result."""
         best = self.best
         sparse = [None] * len(self) if best.sparse is None else best.sparse.tolist()
         columns = (self.scores, self.documents, best.shards.tolist(), best.dense.tolist(), sparse)
@@ -145,26 +146,26 @@ class Results:
 
 
 def candidate_ids(shards: Int[ndarray, "*n"], rows: Int[ndarray, "*n"]) -> Int[ndarray, "*n"]:
-    """The ids of candidates: their shards, and their rows in these, as one number."""
+    """Compute the id of each candidate, which holds its shard and its row there in one number."""
     ids: ndarray = (shards << _ROW_BITS) + rows
     return ids
 
 
 def candidate_places(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Shard and row of candidates, given by their ids."""
+    """Return shard and row of each candidate, from its id."""
     return [(each >> _ROW_BITS, each & _ROWS) for each in ids]
 
 
 def with_documents(results: Results, store: DocumentStore) -> Results:
-    """Results with their documents; those of a built index from the store of the same version."""
+    """Add missing documents to results, from the store of the same version of the index."""
     if results.is_read:
         return results
-    given = results.documents or [None] * len(results)
+    documents = results.documents or [None] * len(results)
     places = candidate_places(results.best.ids.tolist())
     return results.with_documents(
         [
             store.read(*place) if document is None else document
-            for document, place in zip(given, places, strict=True)
+            for document, place in zip(documents, places, strict=True)
         ]
     )
 
@@ -172,21 +173,21 @@ def with_documents(results: Results, store: DocumentStore) -> Results:
 def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayout) -> Results:
     """Rank the candidates of all shards for one query.
 
-    The result does not depend on how shards are distributed over searchers: of hybrid candidates, only as
-    many per score are considered as a single searcher would have returned.
+    The result does not depend on how shards are distributed over searchers: of hybrid candidates, only the
+    number per score that a single searcher would have returned is considered.
 
     Args:
-        candidates: of :meth:`Searcher.find`; of several searchers by :func:`concatenate`.
+        candidates: from :meth:`Searcher.find`; those of several searchers from :func:`concatenate`.
         k: number of documents.
         joining: how dense and sparse scores are joined.
-        layout: of the index, whose tuned weight and background apply where `joining` has none.
+        layout: layout of the index; its tuned weight and background apply if `joining` has none.
 
     Returns:
-        At most k results; of equal scores the lower id first.
+        At most k results; if scores are equal, the lower id is first.
     """
     ids = candidates.ids.tolist()
     if candidates.sparse is None:
-        # On the path of every search: for a few dozen candidates Python is ten times as fast as numpy.
+        # Every search runs this: for a few dozen candidates, Python is ten times as fast as numpy.
         columns = zip((-candidates.dense).tolist(), ids, range(len(ids)), strict=True)
         nearest = sorted(columns)[:k]
         scores, order = [-negative for negative, _, _ in nearest], [place for _, _, place in nearest]
@@ -195,7 +196,7 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
         return Results(best, scores, best.documents)
     depth = max(k, joining.candidates)
     both = HybridCandidates(candidates.ids[None], candidates.dense[None], candidates.sparse[None])
-    if len(ids) > depth:  # of several searchers, each with as many by either score
+    if len(ids) > depth:  # from several searchers, each with up to `depth` by either score
         both = hybrid.merge([both], candidates=depth)
     (joined,), (best,) = hybrid.join(
         both, joining, tuned_weight=layout.dense_weight, background=layout.background, candidates=depth, k=k
@@ -206,9 +207,10 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
 
 
 def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -> Candidates:
-    """Candidates of several searchers of disjoint shards, or of none; without sparse scores if one has none.
+    """Concatenate candidates of any number of searchers, with disjoint shards.
 
-    `missing` are further groups of shards, which did not answer.
+    There are no sparse scores if one of the searchers has none. `missing` are further groups of shards, which
+    did not answer.
     """
     missing = tuple(sorted([*missing, *(group for answer in answers for group in answer.missing)]))
     if len(answers) == 1:
@@ -216,15 +218,15 @@ def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -
     if not answers:
         nothing = np.empty(0, np.int64)
         return Candidates(nothing, nothing, nothing.astype(np.float32), None, (), 0, missing=missing)
-    # An aggregator none of whose groups was in time has no candidates, and so no scores of either kind.
-    scored = [answer for answer in answers if len(answer)]
-    sparse = [answer.sparse for answer in scored if answer.sparse is not None]
+    # An aggregator has no candidates, and so no scores of either kind, if all its groups were late.
+    with_scores = [answer for answer in answers if len(answer)]
+    sparse = [answer.sparse for answer in with_scores if answer.sparse is not None]
     unread = [None] if any(answer.documents for answer in answers) else []
     return Candidates(
         ids=np.concatenate([answer.ids for answer in answers]),
         shards=np.concatenate([answer.shards for answer in answers]),
         dense=np.concatenate([answer.dense for answer in answers]),
-        sparse=np.concatenate(sparse) if sparse and len(sparse) == len(scored) else None,
+        sparse=np.concatenate(sparse) if sparse and len(sparse) == len(with_scores) else None,
         documents=[row for answer in answers for row in answer.documents or unread * len(answer)],
         searched=sum(answer.searched for answer in answers),
         version=answers[-1].version,
@@ -236,57 +238,54 @@ def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -
 
 
 def first_depth(k: int, layout: IndexLayout) -> int:
-    """Rows to search first for k documents: as many, but several passages for each."""
+    """Return the number of rows of the first search for k documents: k, or several passages for each."""
     return min(FIRST_DEPTH * k, MAX_DEPTH) if layout.passages else k
 
 
-def next_depth(found: Results, passages: int, *, k: int, depth: int) -> int | None:
-    """Passages to search next, if the documents `found` are too few; None where a search would find no more.
+def next_depth(documents: Results, passages: int, *, k: int, depth: int) -> int | None:
+    """Return the number of passages to search next; None if k documents are found, or more cannot be.
 
     Args:
-        found: documents, of :func:`best_per_document`.
-        passages: that the search of `depth` passages found.
-        k: documents asked for.
-        depth: of that search.
+        documents: results of :func:`best_per_document`.
+        passages: number of passages that the last search found.
+        k: number of requested documents.
+        depth: number of passages that the last search requested.
     """
-    if len(found) >= k or passages < depth or depth >= MAX_DEPTH:
+    if len(documents) >= k or passages < depth or depth >= MAX_DEPTH:
         return None
     return min(DEEPER * depth, MAX_DEPTH)
 
 
 def best_per_document(results: Results) -> Results:
-    """Results with passages as results with documents, in the order of their best passages."""
+    """Convert results with passages to results with documents, in the order of their best passages."""
     first: dict[str, int] = {}
     for place, row in enumerate(results.documents):
         first.setdefault(document_of(row["doc_id"]), place)
-    found = results.take([*first.values()])
-    return found.with_documents([as_document(row) for row in found.documents])
+    best = results.take([*first.values()])
+    return best.with_documents([as_document(row) for row in best.documents])
 
 
 def first_passages(tables: Iterable[pa.Table]) -> list[pa.Table]:
-    """The row of each document's first passage, which every document has: to count documents."""
+    """Select the row of each document's first passage, which every document has, to count documents."""
     return [table.filter(pc.ends_with(table["doc_id"], passage_id("", 1))) for table in tables]
 
 
 def as_document(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored row of a passage as its document, with the place of the passage in it, if it was read."""
-    shown = {name: value for name, value in row.items() if name not in PASSAGE.names}
-    shown["doc_id"] = document_of(row["doc_id"])
+    """Convert the stored row of a passage to its document, with the passage's place if the row has it."""
+    document = {name: value for name, value in row.items() if name not in PASSAGE.names}
+    document["doc_id"] = document_of(row["doc_id"])
     if "passage" in row:
-        shown["passage"] = {"number": row["passage"], "start": row["start"], "end": row["end"]}
-    return shown
+        document["passage"] = {"number": row["passage"], "start": row["start"], "end": row["end"]}
+    return document
 
 
 # --- searchers --------------------------------------------------------------------------------------------
 
 
 class Searcher:
-    """Search of some shards of an index that was built, over its current :class:`IndexView`.
+    """Search of some shards of a built index, over its current :class:`IndexView`. Threads may share one."""
 
-    Threads may share one.
-    """
-
-    version = ""  # of the index, which its candidates name
+    version = ""  # of the index; its candidates have it too
 
     def __init__(
         self,
@@ -296,9 +295,9 @@ class Searcher:
         mapped: bool = False,
         index: Artifact | None = None,
     ) -> None:
-        """Make a searcher of shards: their vectors are merged in place, unless `mapped`.
+        """Make a searcher of shards, with their vectors merged in place unless `mapped`.
 
-        `index` has the documents that answers show; None: the shards themselves.
+        `index` has the documents that answers show; if it is None, the shards have them.
         """
         self._artifact, self._shards = index, {shard.number: shard for shard in shards}
         ordered = sorted(shards, key=lambda shard: shard.number)
@@ -312,8 +311,8 @@ class Searcher:
             postings=[shard.postings for shard in ordered if shard.postings is not None],
             shard_rows={shard.number: len(shard.documents) for shard in ordered},
         )
-        # faiss would take every core of the machine for each call, however many replicas share it. This
-        # holds for the calling thread; others follow OMP_NUM_THREADS, which Ray sets for its workers.
+        # Otherwise faiss uses all cores of the machine for each call, even if many replicas share it. This
+        # sets the calling thread; others follow OMP_NUM_THREADS, which Ray sets for its workers.
         faiss.omp_set_num_threads(1)
 
     @classmethod
@@ -322,9 +321,9 @@ class Searcher:
 
         Args:
             index_uri: path or URI of the artifact.
-            shards: numbers of the shards to hold; None: all.
-            mapped: leave vectors in their files, which processes of a machine share; shards are then scanned
-                one after the other. See :func:`scalingnote.index.shard.open_shard`.
+            shards: numbers of the shards to hold; None for all.
+            mapped: leave vectors in their files, which the processes of a machine share. Shards are then
+                scanned one after the other. See :func:`scalingnote.index.shard.open_shard`.
 
         Raises:
             ArtifactError: a file is missing or damaged.
@@ -339,58 +338,59 @@ class Searcher:
                 f"{index_uri} has no shard {unknown[0]}: its shards are 0 to {layout.shards - 1}"
             )
         coarse = shards_of.open_coarse(index)
-        opened = [
+        open_shards = [
             shards_of.open_shard(index, n, layout=layout, coarse=coarse, mapped=mapped, columns_only=True)
             for n in numbers
         ]
-        return cls(layout, opened, mapped=mapped, index=index)
+        return cls(layout, open_shards, mapped=mapped, index=index)
 
     def __len__(self) -> int:
-        """Number of documents in the shards held."""
+        """Return the number of documents in the searcher's shards."""
         return self._view.starts[-1]
 
     def view(self) -> IndexView:
-        """The rows of the shards held, always the same."""
+        """Return the rows of the searcher's shards, always the same."""
         return self._view
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
-        """The document with this id; None where no shard held has it."""
+        """Return the document with this id; None if no shard of the searcher has it."""
         return self.store.get(doc_id)
 
     def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Id and filter columns of those candidates of a built index whose shards are held here."""
-        held, places = self._shards, zip(ids, candidate_places(ids), strict=True)
-        return {each: held[shard].rows[row] for each, (shard, row) in places if shard in held}
+        """Return id and filter columns of candidates of a built index, if the searcher has their shards."""
+        by_number, places = self._shards, zip(ids, candidate_places(ids), strict=True)
+        return {each: by_number[shard].rows[row] for each, (shard, row) in places if shard in by_number}
 
     def rows_of(self, doc_ids: Sequence[str]) -> Int[ndarray, " rows"]:
-        """Rows of the view that hold these documents, in an index of passages those of all their passages."""
-        found = [np.empty(0, np.int64)]
+        """Find the rows of these documents in the view; in an index of passages, the rows of all passages."""
+        pieces = [np.empty(0, np.int64)]
         for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
-            found.append(first + self._shards[number].rows.find_all(doc_ids, passages=self.layout.passages))
-        return np.concatenate(found)
+            pieces.append(first + self._shards[number].rows.find_all(doc_ids, passages=self.layout.passages))
+        return np.concatenate(pieces)
 
     def hiding(self, alive: Bool[ndarray, " rows"]) -> "Searcher":
-        """A searcher of the same shards that finds only the rows of the view that are `alive`."""
+        """Return a searcher of the same shards that finds only the rows of the view that are `alive`."""
         other = copy(self)
         other._view = self._view.hiding(alive)
         return other
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """Vector of a document, as exact as the index keeps it; None where no shard held has the document.
+        """Return the vector of a document, as exact as the index keeps it; None if no shard has the document.
 
-        SearchError where the index keeps codes only.
+        Raises:
+            SearchError: the index keeps only codes.
         """
         for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
             if (row := int(self._shards[number].rows.find([doc_id])[0])) >= 0:
                 require_vectors(self.layout)
-                start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= first + row)
-                found: ndarray = ivf.vectors(kept, np.array([first + row - start]))[0]
-                return found
+                start, vectors = next(piece for piece in reversed(self._view.kept) if piece[0] <= first + row)
+                vector: ndarray = ivf.vectors(vectors, np.array([first + row - start]))[0]
+                return vector
         return None
 
     @cached_property
     def store(self) -> DocumentStore:
-        """The documents of the shards held; opened when the first answer is shown in this process."""
+        """Documents of the searcher's shards, opened for the first answer that this process shows."""
         if self._artifact is None:
             return DocumentStore({n: each.rows for n, each in self._shards.items()}, rows=len(self))
         return DocumentStore.open(self._artifact, sorted(self._shards))
@@ -407,7 +407,7 @@ class Searcher:
 
     @property
     def shards(self) -> list[int]:
-        """Numbers of the shards held."""
+        """Numbers of the searcher's shards."""
         return [*self.view().shard_rows]
 
     @property
@@ -416,7 +416,7 @@ class Searcher:
         return self.view().fields
 
     def documents(self) -> list[pa.Table]:
-        """A row of filter columns for each document: of one divided into passages, that of the first."""
+        """Return a row of filter columns for each document; for a document with passages, the first one's."""
         view = self.view()
         rows = view.alive_documents()
         return first_passages(rows) if view.layout.passages else rows
@@ -433,40 +433,42 @@ class Searcher:
     ) -> list[list[SearchHit]]:
         """Find the k best documents of each query, by embeddings, or by embeddings and terms.
 
-        Of an index of passages, a document is found by its best one.
+        In an index of passages, the best passage of a document counts.
 
         Args:
             queries: embeddings of any length.
-            terms: a row for each query. Candidates of either kind are then scored by both: a score is in
-                [0, 1] by interpolation, else a sum of reciprocal ranks.
+            terms: a row for each query. Candidates of either kind then get both scores, which are joined:
+                interpolation gives a score in [0, 1], the other method a sum of reciprocal ranks.
             k: documents per query, 1 to 1000.
             joining: how dense and sparse scores are joined.
-            nprobe: inverted lists to scan; None: as the index was opened or tuned.
-            where: only documents that match, see :mod:`scalingnote.index.filters`.
+            nprobe: number of inverted lists to scan; None for the setting of the index.
+            where: filter of documents, see :mod:`scalingnote.index.filters`.
 
         Returns:
-            Hits of each query, best first; fewer than k only where fewer documents match.
+            Hits of each query, best first; fewer than k only if fewer documents match.
 
         Raises:
             SearchError: queries, terms, k, nprobe or filter are invalid for this index.
         """
         layout = self.layout
-        unit_queries(queries, dim=layout.dim, k=k)  # an error for k, before it becomes a number of passages
+        unit_queries(queries, dim=layout.dim, k=k)  # checks k before it becomes a number of passages
         answers: list[list[SearchHit]] = [[] for _ in queries]
         waiting, depth = [*range(len(queries))], first_depth(k, layout)
         while waiting:
             numbers, k_passages, waiting = waiting, depth, []
-            own = None if terms is None else terms.take(numbers)
-            found = self.find(queries[numbers], own, k=depth, joining=joining, nprobe=nprobe, where=where)
-            for number, candidates in zip(numbers, found, strict=True):
+            their_terms = None if terms is None else terms.take(numbers)
+            batch = self.find(
+                queries[numbers], their_terms, k=depth, joining=joining, nprobe=nprobe, where=where
+            )
+            for number, candidates in zip(numbers, batch, strict=True):
                 best = rank(candidates, k=k_passages, joining=joining, layout=layout)
-                shown = best if best.is_read else with_documents(best, self.store)
+                results = best if best.is_read else with_documents(best, self.store)
                 if layout.passages:
-                    shown = best_per_document(shown)
-                    deeper = next_depth(shown, len(best), k=k, depth=k_passages)
+                    results = best_per_document(results)
+                    deeper = next_depth(results, len(best), k=k, depth=k_passages)
                     if deeper is not None:
                         waiting, depth = [*waiting, number], deeper
-                answers[number] = shown.hits()[:k]
+                answers[number] = results.hits()[:k]
         return answers
 
     def find(
@@ -480,10 +482,10 @@ class Searcher:
         where: filters.Filter | None = None,
         exact: bool = False,
     ) -> list[Candidates]:
-        """Candidates of each query in the shards held, for :func:`rank`.
+        """Find candidates of each query in the searcher's shards, for :func:`rank`.
 
         With `terms` (a row for each query), candidates of both kinds get both scores. `exact` compares a
-        query with every document, as far as the index keeps vectors: it measures what a search misses.
+        query with every document if the index keeps vectors, which measures the recall of the search.
         """
         view = self.view()
         layout = view.layout
@@ -521,21 +523,21 @@ class Searcher:
         dense: Float[ndarray, "queries k"],
         sparse: Float[ndarray, "queries k"] | None,
     ) -> list[Candidates]:
-        """Candidates of each query, of a live index with their documents; without trailing rows of -1."""
+        """Build the candidates of each query without rows of -1; those of live shards get their documents."""
         shards, inside = view.place(rows)
         ids, dense, lookup = candidate_ids(shards, inside), dense.astype(np.float32, copy=False), view.lookup
         answers = []
         for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
-            own = query, slice(count)
+            of_query = query, slice(count)
             documents: Sequence[Any] = ()
-            if lookup:  # those of a built shard are read last, by with_documents
-                places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
+            if lookup:  # of built shards with_documents reads them, last
+                places = zip(shards[of_query].tolist(), inside[of_query].tolist(), strict=True)
                 documents = [lookup[shard](row) if shard in lookup else None for shard, row in places]
-            terms = None if sparse is None else sparse[own]
-            found = Candidates(
-                *(ids[own], shards[own], dense[own], terms, documents),
+            terms = None if sparse is None else sparse[of_query]
+            candidates = Candidates(
+                *(ids[of_query], shards[of_query], dense[of_query], terms, documents),
                 searched=len(view.shard_rows),
                 version=self.version,
             )
-            answers.append(found)
+            answers.append(candidates)
         return answers

@@ -1,4 +1,4 @@
-"""One browser, page and server for each file of tests, as good as new for each test."""
+"""One browser, page and server per file of tests, reset for each test."""
 
 import shutil
 import warnings
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 with warnings.catch_warnings():
-    # Ray declares fields in a way that pydantic deprecates, and warnings are errors here.
+    # Ray declares fields in a deprecated form of pydantic, and warnings are errors here.
     warnings.simplefilter("ignore")
     import ray.serve  # noqa: F401
 
@@ -27,7 +27,7 @@ ARGUMENTS = [
     "--disable-sync",
 ]
 DESK = {"width": 1280, "height": 800}
-expect.set_options(timeout=30_000)  # a busy machine is no failure
+expect.set_options(timeout=30_000)  # for a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def server() -> Iterator[Served]:
         yield served
 
 
-# Not for the session: while Playwright runs, this process can start no other event loop. Not for the
-# test: a window costs a second of processor time, a test in it a tenth.
+# The scope is not the session: while Playwright runs, this process cannot start another event loop. It is
+# not the function: a window takes a second of processor time, a test in it a tenth.
 @pytest.fixture(scope="module")
 def window(server: Served) -> Iterator[Page]:
     if CHROMIUM is None:
@@ -54,28 +54,28 @@ def window(server: Served) -> Iterator[Page]:
 
 @pytest.fixture
 def served(server: Served) -> Served:
-    """The server, doing everything right."""
+    """Return the server with all switches at their defaults."""
     server.switches = Switches()
     return server
 
 
 @pytest.fixture
 def page(window: Page, served: Served) -> Iterator[Page]:
-    """A page that must not log an error: neither of its scripts nor of its Content-Security-Policy."""
+    """Yield a page, and check that its scripts and its Content-Security-Policy log no errors."""
     window.set_viewport_size(DESK)
     window.emulate_media(color_scheme="light")
-    window.goto("/page/icon.svg")  # of the same origin, and without scripts that could write again
+    window.goto("/page/icon.svg")  # has the same origin, and no scripts that could write again
     window.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
     errors: list[str] = []
 
-    # The browser itself notes every answer that is an error: those are what some tests are about.
+    # The browser logs each answer with an error status, which some tests cause.
     def logged(kind: str, text: str) -> None:
         if kind == "error" and not text.startswith("Failed to load resource"):
             errors.append(text)
 
     listeners = {
         "pageerror": lambda error: errors.append(str(error)),
-        "console": lambda said: logged(said.type, said.text),
+        "console": lambda message: logged(message.type, message.text),
     }
     for event, listener in listeners.items():
         window.on(event, listener)

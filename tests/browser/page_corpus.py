@@ -1,4 +1,4 @@
-"""Two dozen documents to search: accents, Chinese, and a title that is markup."""
+"""A corpus of 24 documents, with accents, Chinese, and a title that is markup."""
 
 MARKUP = '<img src="x" onerror="window.broken = true">'
 # topic, title, price, in stock, text

@@ -1,4 +1,4 @@
-"""The real API and its page on a free port, over a small index, with switches for what may go wrong."""
+"""The real API and its page on a free port, over a small index, with switches for faults."""
 
 import asyncio
 import json
@@ -27,12 +27,12 @@ from scalingnote.serve.service import Service
 from scalingnote.serve.versions import Catalog, Version, VersionContent
 
 MAX_QUERY_CHARS = 200
-NOT_SERVED = ("dense_weight", "rerank", "user_id")  # what /info may offer by a switch
+NOT_SERVED = ("dense_weight", "rerank", "user_id")  # options that a switch adds to /info
 
 
 @dataclass
 class Failing:
-    """An error as the API answers it."""
+    """An error in the form of the API."""
 
     status: int
     code: str
@@ -48,18 +48,18 @@ class Failing:
 
 @dataclass
 class Switches:
-    """What the server does wrong, and the requests that it got."""
+    """Faults of the server, and its recorded requests."""
 
-    failures: deque[Failing] = field(default_factory=deque)  # of the next searches
+    failures: deque[Failing] = field(default_factory=deque)  # answers to the next searches
     slow: dict[str, float] = field(default_factory=dict)  # query, or /info -> seconds
     silent_shards: int = 0
     api_key: str | None = None
-    info: dict[str, Any] = field(default_factory=dict)  # laid over what /info says
+    info: dict[str, Any] = field(default_factory=dict)  # overrides fields of /info
     requests: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Served:
-    """A server that runs: where, its index, and its switches."""
+    """A running server: its URL, its index, and its switches."""
 
     def __init__(self, index: SmallIndex, port: int) -> None:
         self.index, self.switches, self.url = index, Switches(), f"http://127.0.0.1:{port}"
@@ -73,13 +73,13 @@ class Served:
             allow_unauthenticated=True,
         )
         self.service = Service(Deployed(arms, Catalog(version), groups), config)
-        described = self.service.info
-        self.service.info = lambda: described().model_dump() | self.switches.info  # type: ignore[method-assign, assignment, return-value]
+        info = self.service.info
+        self.service.info = lambda: info().model_dump() | self.switches.info  # type: ignore[method-assign, assignment, return-value]
         self.asgi = api.build(self.service, config)
         self.asgi.entry = self.switched(self.asgi.entry)  # type: ignore[attr-defined]
 
     def switched(self, app: ASGIApp) -> ASGIApp:
-        """The application behind the switches."""
+        """Wrap an application with the switches."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             path, switches = scope.get("path"), self.switches
@@ -96,10 +96,10 @@ class Served:
                 answering = switches.failures.popleft().response()
             if body:
                 switches.requests.append(body)
-            sent = json.dumps({name: value for name, value in body.items() if name not in NOT_SERVED})
+            content = json.dumps({name: value for name, value in body.items() if name not in NOT_SERVED})
 
             async def receive_again() -> Message:
-                return {"type": "http.request", "body": sent.encode()}
+                return {"type": "http.request", "body": content.encode()}
 
             await answering(scope, receive_again, send)
 
@@ -107,7 +107,7 @@ class Served:
 
 
 class Encoder:
-    """A query tower, as a gateway calls it."""
+    """A query tower with the interface that a gateway calls."""
 
     def __init__(self, tower: TowerFunction) -> None:
         self._tower = tower
@@ -117,7 +117,7 @@ class Encoder:
 
 
 class Group:
-    """A searcher of one shard, as a gateway calls it; some shards may be silent."""
+    """A searcher of one shard with the interface that a gateway calls; some shards may be silent."""
 
     def __init__(self, served: Served, number: int) -> None:
         self._served, self._number = served, number
@@ -126,34 +126,34 @@ class Group:
     async def search(self, query: Query) -> Candidates:
         if self._number >= len(self._served.index.shards) - self._served.switches.silent_shards:
             raise OSError("the shard is gone")
-        (found,) = self._searcher.find(query.embedding, k=query.k, where=query.where)
-        places = candidate_places(found.ids.tolist())
-        read = [self._searcher.store.read(*place) for place in places]
-        return replace(found, documents=read, version=query.version)
+        (candidates,) = self._searcher.find(query.embedding, k=query.k, where=query.where)
+        places = candidate_places(candidates.ids.tolist())
+        documents = [self._searcher.store.read(*place) for place in places]
+        return replace(candidates, documents=documents, version=query.version)
 
     async def describe(self, version: str) -> VersionContent:
-        own, documents = self._searcher, self._searcher.documents()
-        facets = filters.facets(documents, own.fields, most=50)
-        return VersionContent(own.layout, 1, len(own), own.fields, facets)
+        searcher, documents = self._searcher, self._searcher.documents()
+        facets = filters.facets(documents, searcher.fields, most=50)
+        return VersionContent(searcher.layout, 1, len(searcher), searcher.fields, facets)
 
     async def vector(self, version: str, doc_id: str) -> Any:
-        found = self._searcher.vector(doc_id)
-        return [] if found is None else found[None]
+        vector = self._searcher.vector(doc_id)
+        return [] if vector is None else vector[None]
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
-        found = self._searcher.get(doc_id)
-        return [] if found is None else [found]
+        document = self._searcher.get(doc_id)
+        return [] if document is None else [document]
 
 
 @contextmanager
 def running(index: SmallIndex) -> Iterator[Served]:
-    """A server in a thread of its own."""
+    """Run a server in a separate thread."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         served = Served(index, listening.getsockname()[1])
         config = uvicorn.Config(served.asgi, log_level="error", ws="none", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
-        yield served  # what connects before it is up waits
+        yield served  # earlier connections wait until it runs
         server.should_exit = True
         thread.join(timeout=10)

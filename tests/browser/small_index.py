@@ -1,4 +1,4 @@
-"""A real searcher over a handful of texts, with two query towers that need no training.
+"""A real searcher over a few texts, with two query towers that need no training.
 
     words      hashed words        the first half of an embedding
     trigrams   hashed letter trigrams      the second half
@@ -23,7 +23,7 @@ from scalingnote.search.searcher import Searcher
 from scalingnote.storage.arrow import l2_normalize
 
 Features = Callable[[str], Iterator[str]]
-TowerFunction = Callable[[str], np.ndarray]  # text to an embedding of the index's dimension
+TowerFunction = Callable[[str], np.ndarray]  # text -> embedding with the dimension of the index
 WORD = re.compile(r"[^\W\u4e00-\u9fff]+|[\u4e00-\u9fff]")  # a Chinese character is a word
 
 
@@ -39,15 +39,18 @@ def trigrams(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class SmallIndex:
-    """A searcher, one of each shard alone, and the query towers that may ask them."""
+    """A searcher of all shards, one for each shard, and the query towers."""
 
     searcher: Searcher
     shards: Sequence[Searcher]
-    towers: Mapping[str, TowerFunction]  # by their names
+    towers: Mapping[str, TowerFunction]  # by name
 
 
 def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: int, shards: int) -> SmallIndex:
-    """`rows` have doc_id, title, topic, content and `fields`; an embedding has 2 * width dimensions."""
+    """Build an index of `rows` with doc_id, title, topic, content and `fields`.
+
+    An embedding has 2 * width dimensions.
+    """
     texts = [f"{row['title']} {row['title']} {row['content']}" for row in rows]
     halves = {name: _Half.fit(texts, features, width) for name, features in _FEATURES.items()}
     matrix = l2_normalize(np.hstack([np.stack([half(text) for text in texts]) for half in halves.values()]))
@@ -57,11 +60,11 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
     }
     shared = families.train(matrix, Flat(), nlist=1, seed=0)
     bounds = [len(rows) * number // shards for number in range(shards + 1)]
-    opened = []
+    searched_shards = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
         lists = ivf.empty(shared)
         ivf.add(lists, matrix[start:stop])
-        opened.append(shard.Shard(number, lists, _table(rows[start:stop], fields)))
+        searched_shards.append(shard.Shard(number, lists, _table(rows[start:stop], fields)))
     layout = shard.IndexLayout(
         dim=2 * width,
         documents=len(rows),
@@ -74,13 +77,13 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
         recall=None,
         filters=("topic", *fields),
     )
-    searcher = Searcher(layout, opened, mapped=True)
-    searcher.search(matrix[:1], k=1)  # compiles: on a slow machine for longer than a page is waited for
-    return SmallIndex(searcher, [Searcher(layout, [each], mapped=True) for each in opened], towers)
+    searcher = Searcher(layout, searched_shards, mapped=True)
+    searcher.search(matrix[:1], k=1)  # compiles, which can exceed the timeout of a page
+    return SmallIndex(searcher, [Searcher(layout, [each], mapped=True) for each in searched_shards], towers)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> pa.Table:
-    """Documents as an index stores them."""
+    """Build the table of documents in the form of an index."""
     columns: dict[str, list[Any]] = {
         name: [row[name] for row in rows] for name in ("doc_id", "title", "topic")
     }
@@ -94,7 +97,7 @@ _FEATURES: dict[str, Features] = {"words": words, "trigrams": trigrams}
 
 @dataclass(frozen=True)
 class _Half:
-    """Text to one half of an embedding: hashed features, those of few documents weighing most."""
+    """Function from a text to one half of an embedding: hashed features, of which rare ones weigh most."""
 
     features: Features
     width: int

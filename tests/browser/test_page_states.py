@@ -1,4 +1,4 @@
-"""The page away from a desk in daylight: small, dark, refused, cut off, or with less to offer."""
+"""States of the page: small, dark, refused, offline, partial, or with fewer options."""
 
 import json
 import re
@@ -29,7 +29,7 @@ TOO_WIDE = """
 
 @pytest.mark.parametrize("seconds", [0.05, 0.1, 0.15, 0.3])
 def test_a_query_typed_during_loading_is_sent(page: Page, served: Served, seconds: float) -> None:
-    """What the server offers is known before, while and after a pause of typing is waited for."""
+    """The answer of /info arrives before, during or after the pause of typing that starts a search."""
     served.switches.slow["/info"] = seconds
     ask(page)
     found(page)
@@ -70,7 +70,7 @@ def brightness(page: Page) -> int:
     return sum(map(int, re.findall(r"\d+", colour)[:3])) // 3
 
 
-def test_dark_as_the_system_says_until_the_reader_says_otherwise(page: Page) -> None:
+def test_the_theme_follows_the_system_until_it_is_switched(page: Page) -> None:
     page.emulate_media(color_scheme="dark")
     ask(page)
     found(page)
@@ -82,7 +82,7 @@ def test_dark_as_the_system_says_until_the_reader_says_otherwise(page: Page) -> 
     page.reload()
     assert brightness(page) > 220
     expect(switch).to_have_attribute("aria-pressed", "false")
-    switch.click()  # the system's own choice again: it is followed from now on
+    switch.click()  # equal to the system again, which the page follows from now on
     assert brightness(page) < 40
     page.emulate_media(color_scheme="light")
     assert brightness(page) > 220
@@ -108,8 +108,8 @@ CONTRASTS = """
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_can_be_read(page: Page, served: Served, scheme: Literal["light", "dark"]) -> None:
-    """WCAG 2, 1.4.3: a contrast of 4.5 at least, with everything on the page that has its own colours."""
+def test_all_text_has_enough_contrast(page: Page, served: Served, scheme: Literal["light", "dark"]) -> None:
+    """WCAG 2, 1.4.3: the contrast is at least 4.5 for all elements of the page with separate colours."""
     page.emulate_media(color_scheme=scheme)
     served.switches.silent_shards = 1
     page.goto("/?q=stars&compare=words&compare=trigrams&in.topic=astronomy")
@@ -124,7 +124,7 @@ def test_all_text_can_be_read(page: Page, served: Served, scheme: Literal["light
     assert page.evaluate(CONTRASTS) == []
 
 
-def test_busy_is_tried_once_more_by_itself(page: Page, served: Served) -> None:
+def test_a_busy_server_gets_one_automatic_retry(page: Page, served: Served) -> None:
     served.switches.failures.append(BUSY)
     ask(page)
     expect(page.get_by_text("All searchers are busy. Trying once more in 1 s.")).to_be_visible()
@@ -132,7 +132,7 @@ def test_busy_is_tried_once_more_by_itself(page: Page, served: Served) -> None:
     expect(page.get_by_text("busy")).to_have_count(0)
 
 
-def test_busy_twice_leaves_it_to_the_reader(page: Page, served: Served) -> None:
+def test_after_two_busy_answers_the_user_retries(page: Page, served: Served) -> None:
     served.switches.failures.extend([BUSY, BUSY])
     ask(page)
     alert = page.get_by_role("alert").filter(has_text="All searchers are busy.")
@@ -154,7 +154,7 @@ def test_a_key_is_kept_for_the_tab(page: Page, served: Served) -> None:
     page.keyboard.press("Enter")
     found(page)
     expect(page.get_by_role("checkbox", name="travel")).to_be_visible()
-    expect(page.locator("pre")).to_contain_text("$SCALINGNOTE_API_KEY")  # never the key itself
+    expect(page.locator("pre")).to_contain_text("$SCALINGNOTE_API_KEY")  # never the key
     page.reload()
     found(page)
     assert page.evaluate("localStorage.length") == 0
@@ -184,7 +184,7 @@ def test_without_storage_a_key_lasts_as_long_as_the_page(page: Page, served: Ser
         ("in.price=1&min.price=2&max.price=9", {"price": {"min": 2, "max": 9}}),
     ],
 )
-def test_an_odd_address_is_only_a_filter(
+def test_an_unusual_address_is_only_a_filter(
     page: Page, served: Served, conditions: str, filter_: dict[str, object]
 ) -> None:
     with page.expect_response("**/search"):
@@ -193,14 +193,14 @@ def test_an_odd_address_is_only_a_filter(
     assert page.evaluate("({}).min === undefined")
 
 
-def test_a_condition_that_does_not_fit_can_be_chosen_anew(page: Page) -> None:
+def test_a_condition_of_a_wrong_kind_can_be_replaced(page: Page) -> None:
     page.goto("/?q=stars&is.topic=true")
     page.get_by_role("checkbox", name="travel").check()
     expect(page).to_have_url(re.compile(r"in\.topic=travel$"))
     expect(page.get_by_role("status").first).to_have_text(re.compile("result"))
 
 
-def test_what_is_wrong_with_a_field_stands_beside_it(page: Page, served: Served) -> None:
+def test_an_error_of_a_field_is_shown_at_the_field(page: Page, served: Served) -> None:
     box = page.get_by_role("searchbox", name="Query")
     ask(page, "x" * (MAX_QUERY_CHARS + 1))
     expect(box).to_have_attribute("aria-invalid", "true")
@@ -214,7 +214,7 @@ def test_what_is_wrong_with_a_field_stands_beside_it(page: Page, served: Served)
     expect(page.get_by_label("price, min")).to_have_accessible_description("price ends before it begins")
 
 
-def test_offline_is_said_and_ends_by_itself(page: Page) -> None:
+def test_the_offline_alert_disappears_when_online(page: Page) -> None:
     ask(page)
     found(page)
     page.context.set_offline(True)
@@ -225,7 +225,7 @@ def test_offline_is_said_and_ends_by_itself(page: Page) -> None:
     expect(page.get_by_role("heading", level=3).first).to_contain_text("galax")
 
 
-def test_a_partial_answer_says_so(page: Page, served: Served) -> None:
+def test_a_partial_answer_is_marked(page: Page, served: Served) -> None:
     served.switches.silent_shards = 1
     ask(page)
     expect(page.get_by_text("1 of 2 shards answered in time: some results may be missing.")).to_be_visible()
@@ -250,7 +250,7 @@ def test_one_column_may_fail(page: Page, served: Served) -> None:
     expect(page.get_by_role("region", name="Results of words").get_by_role("listitem")).to_have_count(10)
 
 
-def test_what_a_server_does_not_offer_is_not_there(page: Page, served: Served) -> None:
+def test_options_that_the_server_lacks_are_hidden(page: Page, served: Served) -> None:
     arms = [{"name": "words", "tower": "words", "personalised": False}]
     served.switches.info = {"arms": arms, "fields": {}, "facets": {}}
     page.goto("/?q=stars&compare=words&compare=trigrams")

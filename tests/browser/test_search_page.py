@@ -1,4 +1,4 @@
-"""What a reader does: search, filter, compare, find similar documents, by mouse and by keyboard."""
+"""Actions of a user: search, filter, compare, find similar documents, by mouse and by keyboard."""
 
 import re
 from typing import Any
@@ -20,7 +20,7 @@ def titles(within: Page | Locator) -> list[str]:
 
 
 def best(served: Served, query: str, *, tower: str = "words", k: int = 10, where: Any = None) -> list[str]:
-    """Titles as the searcher itself finds them."""
+    """Find the expected titles with the searcher."""
     index = served.index
     hits = index.searcher.search(index.towers[tower](query)[None], k=k, where=where)[0]
     return [hit.document["title"] for hit in hits]
@@ -36,7 +36,7 @@ def test_results_come_while_typing(page: Page, served: Served) -> None:
     expect(page).to_have_url(re.compile(r"\?q=stars$"))
     expect(page).to_have_title("stars · ScalingNote")
     expect(page.locator("#timings")).to_contain_text(re.compile(r"[\d.]+ ms"))
-    assert len([a for a in served.switches.requests if "query" in a]) < 5  # not for every letter
+    assert len([a for a in served.switches.requests if "query" in a]) < 5  # not one per letter
     page.go_back()
     expect(box).to_have_value("")
     expect(page.get_by_role("listitem")).to_have_count(0)
@@ -44,7 +44,7 @@ def test_results_come_while_typing(page: Page, served: Served) -> None:
     expect(page.get_by_role("heading", level=3)).to_have_text(best(served, "stars"))
 
 
-def test_an_address_is_all_it_takes(page: Page, served: Served) -> None:
+def test_an_address_restores_a_search(page: Page, served: Served) -> None:
     page.goto("/?q=stars&k=5&in.topic=travel&in.topic=gardens&max.price=60&is.in_stock=true&arm=trigrams")
     where = {"topic": ["travel", "gardens"], "price": {"max": 60}, "in_stock": True}
     expected = best(served, "stars", tower="trigrams", k=5, where=where)
@@ -73,7 +73,7 @@ def test_words_of_the_query_are_marked_in_every_script(page: Page) -> None:
         "北京的天气": {"北京的天气", "北京", "的天气"},
         "what is the sun": {"sun", "Sun"},  # not every "the"
         "galaxy": {"galaxy"},
-        "sta": set(),  # no word yet
+        "sta": set(),  # not a word
     }
     for query, marked in expected.items():
         page.goto(f"/?k=40&q={quote(query)}")
@@ -134,7 +134,7 @@ def test_two_query_towers_side_by_side(page: Page, served: Served) -> None:
     expect(page.get_by_role("status").first).to_contain_text(f"{len(shared)} of 10 documents in both")
     expect(page.locator(".links path")).to_have_count(len(shared))
 
-    # To the same document in the other column, marked in both.
+    # The arrow moves to the same document in the other column, and both are marked.
     title = next(title for title in sides["words"] if title in shared)
     columns["words"].get_by_role("button", name=title, exact=True).focus()
     page.keyboard.press("ArrowRight")
@@ -150,7 +150,7 @@ def test_two_query_towers_side_by_side(page: Page, served: Served) -> None:
 
 
 def ways(served: Served) -> None:
-    """One tower, a table, over documents that have terms: as `scalingnote serve` has it by default."""
+    """Set one tower, a table, over documents with terms, like the default of `scalingnote serve`."""
     arm = {"name": "words", "tower": "lookup", "personalised": False}
     served.switches.info = {"arms": [arm], "sparse": True}
 
@@ -171,12 +171,12 @@ def test_one_tower_is_compared_with_words(page: Page, served: Served) -> None:
     table_only = {"arm": "words", "dense_weight": 1}
     assert any(table_only.items() <= requests.items() for requests in served.switches.requests[-2:])
     expect(page.locator(".badge").first).to_have_attribute("title", re.compile("BM25 alone|table alone"))
-    page.reload()  # all of it is in the address
+    page.reload()  # the address has all settings
     expect(page.get_by_role("region", name="Results of table alone")).to_be_visible()
     expect(page.get_by_label("Column on the right")).to_have_value(":words")
 
 
-def test_a_start_says_what_searches_here_and_what_its_names_mean(page: Page, served: Served) -> None:
+def test_the_start_page_explains_the_ways_of_search(page: Page, served: Served) -> None:
     page.goto("/")
     terms = page.locator("#ways dt")
     expect(terms).to_have_text(["Teacher", "Transformer", "Compare"])
@@ -191,25 +191,25 @@ def test_a_start_says_what_searches_here_and_what_its_names_mean(page: Page, ser
     expect(page.locator("#ways")).to_be_hidden()
 
 
-def test_similar_documents_and_the_way_back(page: Page) -> None:
+def test_similar_documents_are_shown_and_left_again(page: Page) -> None:
     ask(page, "galaxy")
     before = titles(page)
     page.get_by_role("listitem").nth(1).hover()
     page.get_by_role("button", name=f"Similar documents to {before[1]}").click()
     expect(page.get_by_role("heading", level=2, name=f"Similar to {before[1]}")).to_be_visible()
-    # Before the answer the page shows the results of the query, of which there are ten, too.
+    # Until the answer arrives, the page still shows the ten results of the query.
     expect(page.get_by_role("heading", level=3, name=before[1], exact=True)).to_have_count(0)
     expect(page.get_by_role("status").first).to_have_text("10 results")
-    page.reload()  # the title comes from the document
+    page.reload()  # the title is read from the document
     expect(page.get_by_role("heading", level=2, name=f"Similar to {before[1]}")).to_be_visible()
     page.get_by_role("button", name="Back to results").click()
     expect(page.get_by_role("heading", level=3)).to_have_text(before)
     expect(page.get_by_role("button", name=before[1], exact=True)).to_be_focused()
 
 
-def test_everything_by_keyboard(page: Page) -> None:
+def test_the_page_works_by_keyboard(page: Page) -> None:
     ask(page, "galaxy")
-    found = titles(page)
+    results = titles(page)
     box = page.get_by_role("searchbox", name="Query")
 
     def title(at: int) -> Locator:
@@ -220,17 +220,17 @@ def test_everything_by_keyboard(page: Page) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     expect(title(1)).to_have_attribute("aria-expanded", "true")
-    opened = page.get_by_role("listitem").nth(1)
-    expect(opened).to_contain_text("semantic ID")
-    expect(opened).to_contain_text("in stock")
+    item = page.get_by_role("listitem").nth(1)
+    expect(item).to_contain_text("semantic ID")
+    expect(item).to_contain_text("in stock")
     page.keyboard.press("Escape")
     expect(title(1)).to_have_attribute("aria-expanded", "false")
     page.keyboard.press("s")
-    expect(page.get_by_role("heading", level=2, name=f"Similar to {found[1]}")).to_be_visible()
+    expect(page.get_by_role("heading", level=2, name=f"Similar to {results[1]}")).to_be_visible()
     expect(title(0)).to_be_focused()
     page.keyboard.press("Escape")
     expect(title(1)).to_be_focused()
-    expect(title(1)).to_have_text(found[1])
+    expect(title(1)).to_have_text(results[1])
     page.keyboard.press("c")
     expect(page.get_by_role("region", name="Results of trigrams")).to_be_visible()
     page.keyboard.press("c")
@@ -241,12 +241,12 @@ def test_everything_by_keyboard(page: Page) -> None:
     expect(page.get_by_role("dialog")).to_have_count(0)
     page.keyboard.press("/")
     expect(box).to_be_focused()
-    page.keyboard.type("c?s/")  # all of them are letters here
+    page.keyboard.type("c?s/")  # these are letters in the box
     expect(box).to_have_value("c?s/")
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-def test_a_start_offers_titles_of_this_index(page: Page) -> None:
+def test_the_start_page_offers_titles_of_the_index(page: Page) -> None:
     page.goto("/")
     offered = page.get_by_role("group", name="Titles to try").get_by_role("button")
     expect(offered).to_have_count(3)
@@ -257,7 +257,7 @@ def test_a_start_offers_titles_of_this_index(page: Page) -> None:
     expect(page.get_by_role("heading", level=3).first).to_have_text(title)
 
 
-def test_more_results_and_the_request_for_a_shell(page: Page, served: Served) -> None:
+def test_more_results_and_a_command_for_the_shell(page: Page, served: Served) -> None:
     ask(page, "it's the stars")
     page.get_by_role("button", name="More results").click()
     expect(page.get_by_role("heading", level=3)).to_have_text(best(served, "it's the stars", k=20))

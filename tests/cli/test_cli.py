@@ -93,15 +93,15 @@ def test_the_help_of_a_run_lists_stages_and_kinds_of_data_sets(capsys):
 def test_later_files_and_overrides_reach_the_stage(config, tmp_path, monkeypatch, capsys):
     method = tmp_path / "method.yaml"
     method.write_text("quantize: {levels: 3, codes: 32}\n")
-    seen = []
-    monkeypatch.setattr(pipeline, "run", lambda config, chosen: seen.append((config, chosen)) or ARTIFACTS)
-    given = ["run", str(config), str(method), "--only", "quantize", "--set", "quantize.codes=64"]
-    assert cli.main([*given, "--json"]) == 0
-    ((resolved, chosen),) = seen
+    calls = []
+    monkeypatch.setattr(pipeline, "run", lambda config, chosen: calls.append((config, chosen)) or ARTIFACTS)
+    arguments = ["run", str(config), str(method), "--only", "quantize", "--set", "quantize.codes=64"]
+    assert cli.main([*arguments, "--json"]) == 0
+    ((resolved, chosen),) = calls
     assert (resolved.quantize.levels, resolved.quantize.codes) == (3, 64)
     assert [stage.name for stage in chosen] == ["quantize"]
-    shown, line = capsys.readouterr().out.splitlines()
-    assert shown == "semantic_ids  somewhere"
+    first_line, line = capsys.readouterr().out.splitlines()
+    assert first_line == "semantic_ids  somewhere"
     assert json.loads(line) == {"kind": "semantic_ids", "uri": "somewhere", "digest": "d", "counts": {}}
 
 
@@ -113,7 +113,7 @@ class Located:
 ARTIFACTS = {"semantic_ids": Located()}
 
 
-def test_ids_shows_what_lies_under_a_prefix(tmp_path, monkeypatch, capsys):
+def test_ids_lists_the_documents_under_a_prefix(tmp_path, monkeypatch, capsys):
     draft = Draft(str(tmp_path), kind="semantic_ids", config=Config(), parents={})
     columns = {"doc_id": ["a", "b", "c", "d"], "suffix": pa.array([0, 0, 1, 0], pa.int32())}
     columns["code_0"] = pa.array([3, 3, 3, 5], pa.uint16())
@@ -148,7 +148,7 @@ def test_interruption_has_its_own_exit_code(config, monkeypatch):
 
 
 def test_an_error_of_a_remote_task_has_no_traceback(config, monkeypatch, capsys):
-    class RemoteError(DataError):  # the shape in which Ray hands an error of a task to the driver
+    class RemoteError(DataError):  # like the error of a task that Ray raises in the driver
         cause = DataError("no usable row: check the columns")
 
     def failing(*_):
@@ -159,7 +159,7 @@ def test_an_error_of_a_remote_task_has_no_traceback(config, monkeypatch, capsys)
     assert capsys.readouterr().err == "scalingnote: no usable row: check the columns\n"
 
 
-def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monkeypatch, capsys):
+def test_compare_merges_the_reports_of_all_methods(config, tmp_path, monkeypatch, capsys):
     reports, seeds = {}, []
     for name in ("one", "two"):
         draft = Draft(str(tmp_path / name), kind="report", config=Config(), parents={})
@@ -188,7 +188,7 @@ def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monk
     assert "| 2 methods |" in capsys.readouterr().out
 
 
-def test_doctor_finds_this_machine_fit(capsys):
+def test_doctor_accepts_this_machine(capsys):
     code = cli.main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)
     assert code == int(any(finding["level"] == "stops" for finding in findings))
@@ -204,42 +204,44 @@ def test_doctor_stops_at_a_package_that_is_too_old(monkeypatch, capsys):
         "importlib.metadata.version", lambda name: "1.0" if name == "pydantic" else real(name)
     )
     stops = [finding for finding in doctor.examine() if finding.level == "stops"]
-    assert [finding.found for finding in stops] == ["pydantic is 1.0, wanted >=2.14"]
+    assert [finding.found for finding in stops] == ["pydantic is 1.0, required >=2.14"]
     assert "pip install 'pydantic>=2.14'" in stops[0].remedy
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("1 findings stop a run\n")
 
 
 @pytest.mark.parametrize(
-    ("given", "file", "warned"),
+    ("variables", "file", "warned"),
     [
         ({}, "", True),
         ({"RAY_AUTH_MODE": "token"}, "", True),  # a token is required, and there is none
         ({"RAY_AUTH_TOKEN": "secret"}, "", False),
         ({"RAY_AUTH_TOKEN": "secret", "RAY_AUTH_MODE": "disabled"}, "", True),
         ({}, ".ray/auth_token", False),
-        ({"RAY_AUTH_TOKEN_PATH": "HOME/own"}, "own", False),
-        ({"RAY_AUTH_TOKEN_PATH": "HOME/own"}, ".ray/auth_token", True),
+        ({"RAY_AUTH_TOKEN_PATH": "HOME/token"}, "token", False),
+        ({"RAY_AUTH_TOKEN_PATH": "HOME/token"}, ".ray/auth_token", True),
     ],
 )
-def test_doctor_warns_of_a_cluster_without_tokens(given, file, warned, monkeypatch, tmp_path):
+def test_doctor_warns_about_a_cluster_without_tokens(variables, file, warned, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
         monkeypatch.delenv(name)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value.replace("HOME", str(tmp_path)))
     if file:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("secret")
-    assert "RAY_AUTH_MODE" not in {f.subject for f in doctor._clusters()}  # a private cluster has its own
+    assert "RAY_AUTH_MODE" not in {f.subject for f in doctor._clusters()}  # a private cluster creates a token
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    found = [f for f in doctor._clusters() if f.subject == "RAY_AUTH_MODE"]
-    assert [f.level for f in found] == ["warn"] * warned
+    findings = [f for f in doctor._clusters() if f.subject == "RAY_AUTH_MODE"]
+    assert [f.level for f in findings] == ["warn"] * warned
 
 
-def test_a_closed_pipe_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     sizes = "--documents 1e6 --tokens 100 --model Qwen/Qwen2.5-0.5B --qps 10"
     command = f"{sys.executable} -m scalingnote.cli.main plan {sizes} | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert (process.returncode, process.stderr) == (0, "")

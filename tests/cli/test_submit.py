@@ -1,4 +1,4 @@
-"""Following a job of a cluster over connections that are lost."""
+"""Submission of a job to a cluster, and its log over lost connections."""
 
 import asyncio
 import shlex
@@ -20,7 +20,7 @@ LOG = ("one\n", "two\nthree\n", "four\n")
 
 
 class Cluster:
-    """Tells the log from its beginning at each connection; the first ones are lost after some lines."""
+    """A cluster that sends the log from its beginning; the first connections are lost after some lines."""
 
     def __init__(self, *lost_after: int, silent: bool = False) -> None:
         self.lost, self.silent, self.connections = list(lost_after), silent, 0
@@ -37,10 +37,10 @@ class Cluster:
             raise aiohttp.ClientConnectionError("the laptop was closed")
 
     def get_job_info(self, job: str) -> Any:
-        done = not self.lost
+        is_finished = not self.lost
         return SimpleNamespace(
-            status=JobStatus.SUCCEEDED if done else JobStatus.RUNNING,
-            driver_exit_code=0 if done else None,
+            status=JobStatus.SUCCEEDED if is_finished else JobStatus.RUNNING,
+            driver_exit_code=0 if is_finished else None,
             message=None,
         )
 
@@ -61,21 +61,21 @@ def test_each_line_is_printed_once_over_lost_connections(silent: bool, capsys: p
 
 def test_an_unreachable_cluster_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(submit, "RECONNECT_S", 0.05)
-    away: Any = Cluster(*[0] * 1000)
+    cluster: Any = Cluster(*[0] * 1000)
     with pytest.raises(ConfigError, match="the same command follows it again"):
-        asyncio.run(submit._follow(away, "job"))
+        asyncio.run(submit._follow(cluster, "job"))
 
 
 @pytest.mark.parametrize(
     ("known", "attempt"),
     [({}, 1), ({"a": "RUNNING"}, 1), ({"a": "FAILED"}, 2), ({"a": "FAILED", "a-2": "PENDING"}, 2)],
 )
-def test_an_attempt_under_way_is_found_before_the_next_is_made(known: dict[str, str], attempt: int):
+def test_a_running_attempt_is_followed_before_a_new_one(known: dict[str, str], attempt: int):
     assert submit._attempt("a", {name: JobStatus(status) for name, status in known.items()}) == attempt
 
 
 class Submitted(JobSubmissionClient):
-    """A cluster that takes a job, and keeps what was uploaded for it."""
+    """A cluster that takes a job, and keeps its uploaded files."""
 
     def __init__(self) -> None:
         self.files: dict[str, str] = {}
@@ -111,10 +111,10 @@ def test_without_a_checkout_only_the_config_is_uploaded(
     elsewhere.mkdir()
     (elsewhere / "large.bin").write_text("not to be uploaded")
     monkeypatch.chdir(elsewhere)
-    given = {"config": config, "address": "http://head:8265", "detach": True}
-    chosen = {"--only": "encode"}
+    options = {"config": config, "address": "http://head:8265", "detach": True}
+    selection = {"--only": "encode"}
     overrides = ["encode.dtype=float32"]
-    assert submit.submit(["../mine.yaml"], selection=chosen, overrides=overrides, **given) == 0
+    assert submit.submit(["../mine.yaml"], selection=selection, overrides=overrides, **options) == 0
     first = capsys.readouterr().out
     assert list(submitted.files) == ["config.yaml"]
     assert load(RunConfig, [_written(tmp_path, submitted.files["config.yaml"])]) == config
@@ -122,11 +122,11 @@ def test_without_a_checkout_only_the_config_is_uploaded(
     assert command[:7] == [*submit.COMMAND, "config.yaml", "--only", "encode"]
     assert command[7:] == ["--set", f"run_dir={elsewhere}/runs/x", "--set", "address=null", "--json"]
     other = config.model_copy(update={"rounds": 2})
-    submit.submit(["../mine.yaml"], selection={"--only": "encode"}, **given | {"config": other})
-    assert capsys.readouterr().out != first  # another config is another job
+    submit.submit(["../mine.yaml"], selection={"--only": "encode"}, **options | {"config": other})
+    assert capsys.readouterr().out != first  # another config gives another job
 
 
-def test_a_checkout_is_uploaded_and_each_setting_given_once(
+def test_a_checkout_is_uploaded_with_each_setting_once(
     submitted: Submitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = run_config(tmp_path)

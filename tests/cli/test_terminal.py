@@ -1,4 +1,4 @@
-"""What the command line prints: colours on a terminal, plain text for everything else."""
+"""Output of the command line: colours on a terminal, otherwise plain text."""
 
 import io
 import os
@@ -36,7 +36,7 @@ TABLE = ReportTable(
 
 
 def printed(function, *arguments, terminal: bool) -> str:
-    """What a function prints to a terminal of 60 columns, or into a pipe."""
+    """Return the output of a function on a terminal of 60 columns, or in a pipe."""
     out = io.StringIO()
     system = "standard" if terminal else None
     console = Console(
@@ -57,15 +57,15 @@ def test_a_pipe_gets_a_line_for_each_fact():
 
 def test_a_terminal_gets_colours_and_short_lines():
     plain, coloured = (printed(show_hits, HITS, QUERY, terminal=terminal) for terminal in (False, True))
-    shown = [ESCAPE.sub("", line) for line in coloured.splitlines()]
-    assert " ".join("\n".join(shown).split()) == " ".join(plain.split())
-    assert max(map(len, shown)) <= 60
+    lines = [ESCAPE.sub("", line) for line in coloured.splitlines()]
+    assert " ".join("\n".join(lines).split()) == " ".join(plain.split())
+    assert max(map(len, lines)) <= 60
     marked = re.findall(r"\x1b\[1;33m(.*?)\x1b\[0m", coloured)
-    assert {*marked} == {"Rotate", "token", "tokens"}  # forms of the query's words, and not "do" or "I"
+    assert {*marked} == {"Rotate", "token", "tokens"}  # forms of the words of the query, except "do" and "I"
     first = coloured.splitlines()[0]
     assert "\x1b[1mRotation of a \x1b[0m\x1b[1;33mtoken\x1b[0m" in first
     assert "\x1b[36m1.0000\x1b[0m" in first
-    assert "[2J b" in shown[-2]  # only the letters of an escape sequence are left
+    assert "[2J b" in lines[-2]  # an escape sequence keeps only its letters
 
 
 def test_a_text_is_one_line_without_control_characters():
@@ -74,12 +74,12 @@ def test_a_text_is_one_line_without_control_characters():
     assert clean(None) == "None"
 
 
-def test_a_table_is_markdown_in_a_pipe_and_drawn_on_a_terminal():
+def test_a_table_is_markdown_in_a_pipe_only():
     assert printed(show, "before", TABLE, terminal=False) == f"before\n\n{TABLE.markdown}\n\n"
-    shown = printed(show, "before", TABLE, terminal=True)
-    assert re.search(r"\x1b\[1m *0\.61\x1b\[0m +0\.62 ", shown)
-    assert "**" not in shown
-    lines = [ESCAPE.sub("", line).split() for line in shown.splitlines()]
+    output = printed(show, "before", TABLE, terminal=True)
+    assert re.search(r"\x1b\[1m *0\.61\x1b\[0m +0\.62 ", output)
+    assert "**" not in output
+    lines = [ESCAPE.sub("", line).split() for line in output.splitlines()]
     assert [line for line in lines if line and "─" not in line[0]] == [
         ["before"],
         ["table", "[b]teacher"],
@@ -92,13 +92,13 @@ def test_a_table_is_markdown_in_a_pipe_and_drawn_on_a_terminal():
     ("settings", "expected"),
     [
         ({"TERM": "xterm"}, b"\x1b[36mfound\x1b[0m"),
-        ({"TERM": "xterm", "NO_COLOR": ""}, b"\x1b[36mfound\x1b[0m"),  # as if it were not set (no-color.org)
+        ({"TERM": "xterm", "NO_COLOR": ""}, b"\x1b[36mfound\x1b[0m"),  # like an unset variable (no-color.org)
         ({"TERM": "xterm", "NO_COLOR": "1"}, b"found"),
         ({"TERM": "dumb"}, b"found"),
     ],
 )
-def test_colours_are_for_terminals_that_want_them(settings, expected):
-    """Through a pseudo-terminal, as a user's shell has it; then the same through a pipe."""
+def test_colours_depend_on_terminal_and_environment(settings, expected):
+    """The process writes to a pseudo-terminal, like a shell, and then into a pipe."""
     code = (
         "from rich.text import Text; from scalingnote.cli.terminal import show, stdout; "
         "show(stdout(), Text('found', 'cyan'))"

@@ -1,4 +1,4 @@
-"""What an export asks of OpenSearch: a local server records the requests and answers as OpenSearch does."""
+"""Export to OpenSearch: a local server records the requests, and answers like OpenSearch."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ ROWS, DIM = 30, 4
 
 
 class OpenSearchServer(ThreadingHTTPServer):
-    """The index `index` of OpenSearch, by the parts of the REST interface that an export uses."""
+    """A server with an index of OpenSearch, and the parts of the REST interface that an export uses."""
 
     def __init__(self, index: str) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -29,22 +29,22 @@ class OpenSearchServer(ThreadingHTTPServer):
         self.mapping: dict[str, Any] | None = None
         self.documents: dict[str, Any] = {}
         self.requests: list[tuple[str, str]] = []  # method and path
-        self.refused = ""  # id of a document that is not taken
+        self.refused = ""  # id of a document that the server refuses
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Address of the server."""
         return f"http://127.0.0.1:{self.server_port}"
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers one request after the other of a connection."""
+    """Handler of the requests of a connection."""
 
     protocol_version = "HTTP/1.1"
     server: OpenSearchServer
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _answer_any(self) -> None:
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
@@ -93,11 +93,11 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[OpenSearchServer]:
-    made = OpenSearchServer("docs")
-    Thread(target=made.serve_forever, daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    opensearch = OpenSearchServer("docs")
+    Thread(target=opensearch.serve_forever, daemon=True).start()
+    yield opensearch
+    opensearch.shutdown()
+    opensearch.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +116,11 @@ def embeddings(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return draft.commit(counts={})
 
 
-def test_an_index_is_made_and_filled_by_id(server, embeddings, tmp_path):
-    made = databases.connect("opensearch", server.url, "docs")
+def test_an_index_is_created_and_filled_by_id(server, embeddings, tmp_path):
+    database = databases.connect("opensearch", server.url, "docs")
     checkpoint = str(tmp_path / "c.json")
-    done = vectors.export(ExportSource(embeddings), made, checkpoint=checkpoint, batch_rows=8, most=20)
-    assert (done.written, done.held) == (20, 20)
+    summary = vectors.export(ExportSource(embeddings), database, checkpoint=checkpoint, batch_rows=8, most=20)
+    assert (summary.written, summary.held) == (20, 20)
     properties = server.mapping["mappings"]["properties"]
     assert server.mapping["settings"]["index"]["knn"] is True
     assert (properties["dense"]["type"], properties["dense"]["dimension"]) == ("knn_vector", DIM)
@@ -128,31 +128,31 @@ def test_an_index_is_made_and_filled_by_id(server, embeddings, tmp_path):
     assert properties["terms"] == {"type": "rank_features"}
     assert [path for _, path in server.requests].count("/_bulk") == 3
 
-    done = vectors.export(ExportSource(embeddings), made, checkpoint=checkpoint, batch_rows=8)
-    assert (done.written, done.held) == (10, ROWS)
+    summary = vectors.export(ExportSource(embeddings), database, checkpoint=checkpoint, batch_rows=8)
+    assert (summary.written, summary.held) == (10, ROWS)
     rows = embeddings.table("embeddings")
     for i, vector in enumerate(arrow.to_numpy(rows["summary"]).tolist()):
-        # Rank features are above 0, and absent where there are none.
+        # Rank features are above 0; a document without terms has no such field.
         assert server.documents[f"d{i}"] == {"doc_id": f"d{i}", "dense": vector} | (
             {"terms": {str(i + 1): 1.5}} if i else {}
         )
 
 
-def test_a_document_that_is_refused_is_named_and_nothing_after_it_is_counted(server, embeddings, tmp_path):
+def test_a_refused_document_ends_the_export(server, embeddings, tmp_path):
     server.refused, checkpoint = "d11", tmp_path / "c.json"
-    made = databases.connect("opensearch", server.url, "docs")
+    database = databases.connect("opensearch", server.url, "docs")
     with pytest.raises(DataError, match=r"OpenSearch refused document 'd11': .*bad vector"):
-        vectors.export(ExportSource(embeddings), made, checkpoint=str(checkpoint), batch_rows=8)
+        vectors.export(ExportSource(embeddings), database, checkpoint=str(checkpoint), batch_rows=8)
     assert json.loads(checkpoint.read_bytes())["rows"] == 8
     server.refused = ""
-    done = vectors.export(ExportSource(embeddings), made, checkpoint=str(checkpoint), batch_rows=8)
-    assert (done.written, done.held) == (ROWS - 8, ROWS)
+    summary = vectors.export(ExportSource(embeddings), database, checkpoint=str(checkpoint), batch_rows=8)
+    assert (summary.written, summary.held) == (ROWS - 8, ROWS)
 
 
 def test_an_index_of_other_vectors_is_refused(server, embeddings, tmp_path):
     server.mapping = {"mappings": {"properties": {"dense": {"type": "knn_vector", "dimension": 7}}}}
-    made = databases.connect("opensearch", server.url, "docs")
+    database = databases.connect("opensearch", server.url, "docs")
     with pytest.raises(
-        ConfigError, match="there with 7 dimensions of 'dense', no 'terms'; the vectors have 4"
+        ConfigError, match="exists with 7 dimensions of 'dense', no 'terms'; the vectors have 4"
     ):
-        vectors.export(ExportSource(embeddings), made, checkpoint=str(tmp_path / "c.json"))
+        vectors.export(ExportSource(embeddings), database, checkpoint=str(tmp_path / "c.json"))

@@ -1,4 +1,4 @@
-"""Vectors in real databases, killed midway and resumed: Qdrant (local), Milvus Lite, LanceDB, Parquet."""
+"""Export of vectors to real databases, killed and resumed: Qdrant (local), Milvus Lite, LanceDB, Parquet."""
 
 import json
 import re
@@ -28,24 +28,24 @@ import sys, time
 from scalingnote.export import databases, vectors
 to, url, embeddings, checkpoint, last = sys.argv[1:]
 source = vectors.of_embeddings(embeddings, columns=["title", "price"])
-made = databases.connect(to, url, "docs")
-write = made.write
-def written(rows, *, known):
+database = databases.connect(to, url, "docs")
+write = database.write
+def write_and_wait(rows, *, known):
     write(rows, known=known)
     if rows.first == int(last):
         print("written", flush=True)
         time.sleep(600)
-made.write = written
-vectors.export(source, made, checkpoint=checkpoint, batch_rows=100)
+database.write = write_and_wait
+vectors.export(source, database, checkpoint=checkpoint, batch_rows=100)
 """
 
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Artifact]:
-    """Embeddings with terms, and the dataset they were made of."""
+    """Build embeddings with terms, and their dataset."""
     root, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     draft = Draft(str(root / "dataset"), kind="dataset", config=Config(), parents={})
-    for part, ids in enumerate(np.array_split(np.arange(ROWS + 6), PARTS)):  # two of each part have no vector
+    for part, ids in enumerate(np.array_split(np.arange(ROWS + 6), PARTS)):  # two per part have no vector
         names = [f"d{i}" for i in ids]
         columns = [names, [f"title {i}" for i in ids], ["t"] * len(ids), [f"text {i}" for i in ids], names]
         table = pa.table(dict(zip(schema.DOCUMENTS.names, columns, strict=True)), schema=schema.DOCUMENTS)
@@ -54,11 +54,11 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Artif
     dataset = draft.commit(counts={"documents": ROWS + 6})
     draft = Draft(str(root / "embeddings"), kind="embeddings", config=Config(), parents={"dataset": dataset})
     for part, ids in enumerate(np.array_split(np.arange(ROWS + 6), PARTS)):
-        kept = ids[1:-1]
-        matrix = arrow.l2_normalize(rng.normal(size=(len(kept), DIM)).astype(np.float32))
-        terms = [sorted(rng.choice(TERMS, rng.integers(0, 5), replace=False).tolist()) for _ in kept]
+        with_vector = ids[1:-1]
+        matrix = arrow.l2_normalize(rng.normal(size=(len(with_vector), DIM)).astype(np.float32))
+        terms = [sorted(rng.choice(TERMS, rng.integers(0, 5), replace=False).tolist()) for _ in with_vector]
         weights = [(rng.integers(1, 9, len(row)) / 4).astype(np.float16) for row in terms]
-        columns = [[f"d{i}" for i in kept], arrow.to_arrow(matrix), terms, weights]
+        columns = [[f"d{i}" for i in with_vector], arrow.to_arrow(matrix), terms, weights]
         types = [pa.string(), columns[1].type, *schema.SPARSE.types]
         arrays = [pa.array(c, t) if isinstance(c, list) else c for c, t in zip(columns, types, strict=True)]
         table = pa.table(arrays, names=["doc_id", "summary", *schema.SPARSE.names])
@@ -72,92 +72,96 @@ def truth(embeddings: Artifact, query: np.ndarray) -> list[str]:
     return table["doc_id"].take(pa.array(best)).to_pylist()
 
 
-def nearest(to: str, made: Any, query: np.ndarray) -> list[str]:
-    """The ten nearest documents, through the database's own client."""
+def nearest(to: str, database: Any, query: np.ndarray) -> list[str]:
+    """Find the ten nearest documents through the client of the database."""
     if to == "qdrant":
-        found = made._client.query_points("docs", query=query.tolist(), using="dense", limit=10)
-        return [point.payload["doc_id"] for point in found.points]
+        answer = database._client.query_points("docs", query=query.tolist(), using="dense", limit=10)
+        return [point.payload["doc_id"] for point in answer.points]
     if to == "milvus":
-        (hits,) = made._client.search("docs", data=[query.tolist()], anns_field="dense", limit=10)
+        (hits,) = database._client.search("docs", data=[query.tolist()], anns_field="dense", limit=10)
         return [hit["doc_id"] for hit in hits]
     if to == "lancedb":
-        search = made._table.search(query, vector_column_name="dense").distance_type("dot").limit(10)
+        search = database._table.search(query, vector_column_name="dense").distance_type("dot").limit(10)
         return [row["doc_id"] for row in search.to_list()]
-    table = pq.read_table(made._folder)
+    table = pq.read_table(database._folder)
     best = np.argsort(-(arrow.to_numpy(table["dense"]) @ query), kind="stable")[:10]
     return table["doc_id"].take(pa.array(best)).to_pylist()
 
 
-def by_terms(to: str, made: Any, query: dict[int, float]) -> set[str] | None:
-    """The best documents by terms; None where the database has no sparse search."""
+def by_terms(to: str, database: Any, query: dict[int, float]) -> set[str] | None:
+    """Find the best documents by terms; None if the database has no sparse search."""
     if to == "qdrant":
-        sparse = made._models.SparseVector(indices=[*query], values=[*query.values()])
-        return {p.payload["doc_id"] for p in made._client.query_points("docs", sparse, using="terms").points}
+        sparse = database._models.SparseVector(indices=[*query], values=[*query.values()])
+        return {
+            p.payload["doc_id"] for p in database._client.query_points("docs", sparse, using="terms").points
+        }
     if to == "milvus":
-        (hits,) = made._client.search("docs", data=[query], anns_field="terms", limit=10)
+        (hits,) = database._client.search("docs", data=[query], anns_field="terms", limit=10)
         return {hit["doc_id"] for hit in hits}
     return None
 
 
-def stored(to: str, made: Any, doc_id: str) -> dict[str, Any]:
-    """Vector, terms and columns of a document."""
+def document_of(to: str, database: Any, doc_id: str) -> dict[str, Any]:
+    """Read vector, terms and columns of a document."""
     if to == "qdrant":
-        (point,) = made._client.retrieve("docs", [databases.point_id(doc_id)], with_vectors=True)
+        (point,) = database._client.retrieve("docs", [databases.point_id(doc_id)], with_vectors=True)
         sparse = point.vector["terms"]
         terms = dict(zip(sparse.indices, sparse.values, strict=True))
         return {"dense": point.vector["dense"], "terms": terms, **point.payload}
     if to == "milvus":
-        (row,) = made._client.get("docs", ids=[doc_id])
+        (row,) = database._client.get("docs", ids=[doc_id])
         row["terms"].pop(databases.NO_TERM, None)
         return row
     if to == "lancedb":
-        (row,) = made._table.search().where(f"doc_id = '{doc_id}'").limit(2).to_list()
+        (row,) = database._table.search().where(f"doc_id = '{doc_id}'").limit(2).to_list()
     else:
-        (row,) = pq.read_table(made._folder, filters=[("doc_id", "==", doc_id)]).to_pylist()
+        (row,) = pq.read_table(database._folder, filters=[("doc_id", "==", doc_id)]).to_pylist()
     return {**row, "terms": dict(zip(row["terms"], row["impacts"], strict=True))}
 
 
 @pytest.mark.parametrize("to", FILES)
-def test_killed_midway_and_resumed_every_vector_is_there_once(artifacts, tmp_path, to):
+def test_a_killed_and_resumed_export_writes_each_vector_once(artifacts, tmp_path, to):
     embeddings, _ = artifacts
     url, checkpoint = str(tmp_path / FILES[to]), tmp_path / "checkpoint.json"
-    given = [to, url, embeddings.uri, str(checkpoint), str(KILLED_AT)]
-    process = subprocess.Popen([sys.executable, "-c", EXPORT, *given], stdout=subprocess.PIPE, text=True)
+    arguments = [to, url, embeddings.uri, str(checkpoint), str(KILLED_AT)]
+    process = subprocess.Popen([sys.executable, "-c", EXPORT, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "written\n"
     process.kill()
     process.communicate()
     assert json.loads(checkpoint.read_bytes())["rows"] == KILLED_AT
-    made = databases.connect(to, url, "docs")
+    database = databases.connect(to, url, "docs")
     source = vectors.of_embeddings(embeddings.uri, columns=["title", "price"])
-    summary = vectors.export(source, made, checkpoint=str(checkpoint))
+    summary = vectors.export(source, database, checkpoint=str(checkpoint))
     assert (summary.rows, summary.written, summary.held) == (ROWS, ROWS - KILLED_AT, ROWS)
 
     rows = embeddings.table("embeddings").to_pylist()
     for row in rows[::100] + rows[KILLED_AT - 1 : KILLED_AT + 2]:
-        found, number = stored(to, made, row["doc_id"]), int(row["doc_id"][1:])
-        np.testing.assert_allclose(found["dense"], row["summary"], rtol=1e-6)
-        assert found["terms"] == dict(zip(row["terms"], row["impacts"], strict=True))
-        assert found["title"] == f"title {number}"
-        assert found.get("price") == (None if number % 10 == 0 else number)
+        document, number = document_of(to, database, row["doc_id"]), int(row["doc_id"][1:])
+        np.testing.assert_allclose(document["dense"], row["summary"], rtol=1e-6)
+        assert document["terms"] == dict(zip(row["terms"], row["impacts"], strict=True))
+        assert document["title"] == f"title {number}"
+        assert document.get("price") == (None if number % 10 == 0 else number)
     rng, overlaps = np.random.default_rng(1), []
     for _ in range(20):
         query = rng.normal(size=DIM).astype(np.float32)
-        overlaps.append(len({*truth(embeddings, query)} & {*nearest(to, made, query)}) / 10)
+        overlaps.append(len({*truth(embeddings, query)} & {*nearest(to, database, query)}) / 10)
     assert np.mean(overlaps) >= 0.95
     best = max(rows, key=lambda row: dict(zip(row["terms"], row["impacts"], strict=True)).get(7, 0))
     weight = dict(zip(best["terms"], best["impacts"], strict=True))[7]
-    found = by_terms(to, made, {7: 1.0})
+    names = by_terms(to, database, {7: 1.0})
     weights = {row["doc_id"]: dict(zip(row["terms"], row["impacts"], strict=True)) for row in rows}
-    assert found is None or {weights[doc_id][7] for doc_id in found} == {weight}
+    assert names is None or {weights[doc_id][7] for doc_id in names} == {weight}
 
-    # Once more changes nothing; without the checkpoint rows are written again, under the same ids.
-    again = vectors.export(source, made, checkpoint=str(checkpoint))
+    # A second export changes nothing; without the checkpoint, it writes rows again under the same ids.
+    again = vectors.export(source, database, checkpoint=str(checkpoint))
     assert (again.written, again.held) == (0, ROWS)
     checkpoint.unlink()
-    again = vectors.export(source, made, checkpoint=str(checkpoint), most=500)
+    again = vectors.export(source, database, checkpoint=str(checkpoint), most=500)
     assert (again.written, again.held) == (500, 500 if to == "parquet" else ROWS)
-    assert (f"{ROWS - 500:,} of them are not of" in "\n".join(again.lines())) == (to != "parquet")
+    assert (f"{ROWS - 500:,} of them are from another export" in "\n".join(again.lines())) == (
+        to != "parquet"
+    )
 
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/vector_databases.md"
@@ -171,62 +175,62 @@ PLACES = {
 @pytest.mark.parametrize("to", PLACES)
 def test_the_hybrid_query_of_the_guide_runs(artifacts, tmp_path, to):
     url = str(tmp_path / FILES[to])
-    made = databases.connect(to, url, "docs")
+    database = databases.connect(to, url, "docs")
     vectors.export(
-        ExportSource(*artifacts, columns=("title",)), made, checkpoint=str(tmp_path / "c.json"), most=500
+        ExportSource(*artifacts, columns=("title",)), database, checkpoint=str(tmp_path / "c.json"), most=500
     )
     if to != "lancedb":
-        made._client.close()
+        database._client.close()
     (code,) = re.findall(rf"```python\n(# {to}.*?)```", GUIDE.read_text(), re.DOTALL)
     before, after = PLACES[to]
     assert before in code
     row = artifacts[0].table("embeddings").slice(42, 1).to_pylist()[0]
-    known = {"vector": row["summary"], "terms": {7: 1.0}, "text": f"title {row['doc_id'][1:]}"}
-    exec(code.replace(before, after.format(url)), known)
-    assert len(set(known["results"])) == 10
-    assert row["doc_id"] in known["results"]
+    variables = {"vector": row["summary"], "terms": {7: 1.0}, "text": f"title {row['doc_id'][1:]}"}
+    exec(code.replace(before, after.format(url)), variables)
+    assert len(set(variables["results"])) == 10
+    assert row["doc_id"] in variables["results"]
 
 
-def test_rows_that_the_database_lost_are_written_again(artifacts, tmp_path):
+def test_rows_that_a_database_has_lost_are_written_again(artifacts, tmp_path):
     source, checkpoint = ExportSource(artifacts[0]), str(tmp_path / "checkpoint.json")
     for folder in ("one", "two"):
-        made = databases.connect("parquet", str(tmp_path / folder), "docs")
-        assert vectors.export(source, made, checkpoint=checkpoint).written == ROWS
+        database = databases.connect("parquet", str(tmp_path / folder), "docs")
+        assert vectors.export(source, database, checkpoint=checkpoint).written == ROWS
     with pytest.raises(ConfigError, match="of an export of other rows"):
-        vectors.export(ExportSource(*artifacts, columns=("title",)), made, checkpoint=checkpoint)
+        vectors.export(ExportSource(*artifacts, columns=("title",)), database, checkpoint=checkpoint)
 
 
 def test_a_collection_of_another_layout_is_refused(artifacts, tmp_path):
-    made = databases.connect("lancedb", str(tmp_path / "lance"), "docs")
-    made.open(vectors.ExportLayout(DIM // 2, False, pa.schema([])))
+    database = databases.connect("lancedb", str(tmp_path / "lance"), "docs")
+    database.open(vectors.ExportLayout(DIM // 2, False, pa.schema([])))
     with pytest.raises(
         ConfigError, match=r"with 8 dimensions of 'dense', no 'terms'; the vectors have 16 and"
     ):
-        vectors.export(ExportSource(artifacts[0]), made, checkpoint=str(tmp_path / "c.json"))
+        vectors.export(ExportSource(artifacts[0]), database, checkpoint=str(tmp_path / "c.json"))
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
         (("prize",), "no column 'prize': they have doc_id, title"),
-        (("terms",), "'terms' is one that every row"),
+        (("terms",), "'terms' is part of every row"),
     ],
 )
-def test_a_column_that_is_not_there_is_refused(artifacts, columns, message):
+def test_unknown_and_reserved_columns_are_refused(artifacts, columns, message):
     with pytest.raises(ConfigError, match=message):
         ExportSource(*artifacts, columns=columns).layout()
 
 
-def test_a_repeated_id_is_found_by_counting(tmp_path):
+def test_a_repeated_id_is_detected_by_the_count(tmp_path):
     draft = Draft(str(tmp_path / "embeddings"), kind="embeddings", config=Config(), parents={})
     table = pa.table({"doc_id": ["a", "b", "a"], "summary": arrow.to_arrow(np.eye(3, dtype=np.float32))})
     draft.write_table("embeddings/part-00000.parquet", table)
-    made = databases.connect("qdrant", str(tmp_path / "q"), "docs")
+    database = databases.connect("qdrant", str(tmp_path / "q"), "docs")
     with pytest.raises(DataError, match="holds 2 of 3 rows: ids repeat"):
-        vectors.export(ExportSource(draft.commit(counts={})), made, checkpoint=str(tmp_path / "c.json"))
+        vectors.export(ExportSource(draft.commit(counts={})), database, checkpoint=str(tmp_path / "c.json"))
 
 
-def test_a_client_that_is_not_installed_is_named(monkeypatch):
+def test_a_missing_client_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymilvus", None)
     with pytest.raises(ConfigError, match=r"milvus needs pymilvus .*pip install 'scalingnote\[vectors\]'"):
         databases.connect("milvus", "milvus.db", "docs")
@@ -266,12 +270,21 @@ def test_columns_that_a_server_filters_by_are_indexed(monkeypatch):
     assert {*indexes.values()} <= {kind.value for kind in qdrant_client.models.PayloadSchemaType}
 
 
-def test_the_command_says_what_it_wrote(artifacts, tmp_path, capsys, monkeypatch):
+def test_the_command_prints_the_number_of_rows(artifacts, tmp_path, capsys, monkeypatch):
     from scalingnote.cli.main import main
 
     monkeypatch.chdir(tmp_path)
-    given = ["export", "vectors", "--to", "parquet", "--embeddings", artifacts[0].uri, "--columns", "price"]
-    assert main([*given, "--url", str(tmp_path / "out"), "--rows", "900"]) == 0
+    arguments = [
+        "export",
+        "vectors",
+        "--to",
+        "parquet",
+        "--embeddings",
+        artifacts[0].uri,
+        "--columns",
+        "price",
+    ]
+    assert main([*arguments, "--url", str(tmp_path / "out"), "--rows", "900"]) == 0
     assert "900 of 900 rows written" in capsys.readouterr().out
     table = pq.read_table(Path("out/scalingnote"))
     assert table.column_names == ["doc_id", "dense", "terms", "impacts", "price"]

@@ -1,6 +1,6 @@
-"""A run that trains, started as from the shell: no listener is an open door.
+"""A training run, started like from the shell, has no listener that the network can reach.
 
-tests/serve examines services, which run there anyway.
+tests/serve checks services, which it starts anyway.
 """
 
 import sys
@@ -27,7 +27,7 @@ def network() -> str:
         pytest.skip(str(reason))
 
 
-@pytest.mark.timeout(600)  # of a busy machine
+@pytest.mark.timeout(600)  # for a busy machine
 def test_a_training_run_opens_no_port_to_the_network(network: str, tmp_path: Path):
     config = write_config(tmp_path)
     knobs = [f"run_dir={tmp_path}", "train.epochs=100000", "train.checkpoint_every=100000"]
@@ -39,13 +39,15 @@ def test_a_training_run_opens_no_port_to_the_network(network: str, tmp_path: Pat
         rows = listeners.examine(process, network, client_s=5)
     assert {"gcs_server", "raylet", "a Ray client"} <= {row["process"] for row in rows}
     assert {row["from the network"] for row in rows} == {"closed"}
-    # Ranks send each other gradients there; what they meet at is a file.
+    # Ranks send gradients to each other there; their rendezvous is a file.
     silent = [row for row in rows if row["from loopback"] == "silent"]
     assert {row["process"].partition(".")[0] for row in silent} == {"ray::RayTrainWorker"}
     assert not [row for row in rows if row["from loopback"] == "OPEN"]
 
 
-def test_a_store_without_a_token_is_noticed(network: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_without_a_token_is_detected(network: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(listeners, "ANSWER_S", 0.5)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert listeners.ask(network, store.port) == "silent"  # as Ray Train's own would be: on every interface
+    assert (
+        listeners.ask(network, store.port) == "silent"
+    )  # it listens on all interfaces, like the store of Ray Train

@@ -1,4 +1,4 @@
-"""Three doors, one result: a stage in process, from the shell and as a job gives the same digest."""
+"""A stage gives the same digest in this process, from the shell and as a job."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ from scalingnote.run.config import RunConfig
 from scalingnote.storage.artifact import open_artifact
 from tiny_run import run_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # for a busy machine
 ROOT = Path(pipeline.__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
 STAGES = ("prepare", "planner")
@@ -37,7 +37,7 @@ of_rays_client = pytest.mark.filterwarnings("ignore:ssl=None is deprecated:Depre
 
 @dataclass(frozen=True)
 class Head:
-    """A Ray head node of our own: where drivers join it, and where jobs are submitted."""
+    """A Ray head node of this module: address for drivers, and URL for submission of jobs."""
 
     address: str
     dashboard: str
@@ -45,7 +45,7 @@ class Head:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with a config and data, small enough to be uploaded in no time."""
+    """Build a checkout with a config and data, which is small enough for a fast upload."""
     base = tmp_path_factory.mktemp("project")
     for name in ("jobs", "scalingnote"):
         shutil.copytree(ROOT / name, base / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -56,7 +56,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         documents.append({"doc_id": f"d{i}", "title": pair, "content": f"{pair} explained at length"})
         queries.append({"query_id": f"q{i}", "query": f"what is {pair}"})
         qrels.append({"query_id": f"q{i}", "doc_id": f"d{i}", "relevance": 1})
-    # The files lie beside the project, as data sets do, and are named by their full path.
+    # The files are outside the project, like data sets, and the config has their full paths.
     data = tmp_path_factory.mktemp("data")
     write_tables(data, documents=documents, queries=queries, qrels=qrels)
     (base / "configs").mkdir()
@@ -76,7 +76,7 @@ collect: {{top_k: 2, top_t: 20, parts: 2}}
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    # Unix sockets have short names, so Ray's directory cannot lie below pytest's.
+    # Names of Unix sockets are limited, so the directory of Ray cannot be below that of pytest.
     place = tempfile.mkdtemp(prefix="sn-", dir="/tmp")
     port, dashboard, client, agent, agent_grpc, metrics, environment = free_ports(7)
     command = [
@@ -107,7 +107,7 @@ def head() -> Iterator[Head]:
         take_jobs(url)
         yield Head(f"127.0.0.1:{port}", url)
     finally:
-        # Exactly the processes started here; other clusters may run on this machine.
+        # Only the processes started here; other clusters may run on this machine.
         family = [*process.children(recursive=True), process]
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -120,22 +120,22 @@ def head() -> Iterator[Head]:
 
 
 def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
         one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
         one.close()
     return ports
 
 
 def shell_environment(**more: str) -> dict[str, str]:
-    """This environment with our `python` first, and without what a cluster of this process left in it."""
-    left = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(left)}
-    # Ray asks for a token where the user's home has one.
-    own = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
-    return kept | own | more
+    """Return this environment with our `python` first, without variables of a cluster of this process."""
+    prefixes = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    # Ray requires a token if the user's home has one.
+    settings = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
+    return inherited | settings | more
 
 
 def wait_for(url: str, process: psutil.Popen, log: Path) -> None:
@@ -150,7 +150,7 @@ def wait_for(url: str, process: psutil.Popen, log: Path) -> None:
 
 
 def take_jobs(url: str) -> None:
-    """Return when a job was run: a head answers before its node takes any."""
+    """Wait until the head takes a job: it answers before its node takes any."""
     client = JobSubmissionClient(url)
     for _ in range(120):
         try:
@@ -176,7 +176,7 @@ def shell(project: Path, *arguments: str, program: str = "scalingnote") -> Compl
 
 
 def command(project: Path, *arguments: str) -> CompletedProcess[str]:
-    """The command line in this process, which has imported Ray already."""
+    """Run the command line in this process, which has imported Ray already."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(project), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(arguments)
@@ -186,10 +186,10 @@ def command(project: Path, *arguments: str) -> CompletedProcess[str]:
 def submit(
     project: Path, head: Head, run_dir: str, *more: str, patch: pytest.MonkeyPatch
 ) -> CompletedProcess[str]:
-    # An address in the environment must not win over the one that is given.
+    # An address in the environment must not override the argument.
     patch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
-    where = ("--address", head.dashboard, "--set", f"run_dir={run_dir}")
-    return command(project, "submit", "configs/tiny.yaml", *where, *more)
+    target = ("--address", head.dashboard, "--set", f"run_dir={run_dir}")
+    return command(project, "submit", "configs/tiny.yaml", *target, *more)
 
 
 def digests(project: Path, run_dir: str) -> dict[str, str]:
@@ -208,14 +208,14 @@ def in_process(project: Path) -> dict[str, str]:
 
 
 @of_rays_client
-def test_a_whole_run_is_one_job_and_resumes(
+def test_a_complete_run_is_one_job_and_resumes(
     project: Path, head: Head, in_process: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "whole" / STAGES[0])
     driver = ("--driver-cpus", "0.1", "--driver-memory", "0.1", "--driver-resource", "driver")
-    done = submit(project, head, "runs/whole", "--until", STAGES[-1], *driver, patch=monkeypatch)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1/2 prepare: finished before" in done.stdout
+    process = submit(project, head, "runs/whole", "--until", STAGES[-1], *driver, patch=monkeypatch)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "1/2 prepare: finished before" in process.stdout
     assert digests(project, "runs/whole") == in_process
     refused = submit(project, head, "runs/whole", "--only", "plannr", patch=monkeypatch)
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -225,18 +225,18 @@ def test_a_whole_run_is_one_job_and_resumes(
 def test_a_run_is_submitted_without_a_checkout(
     project: Path, head: Head, in_process: dict[str, str], tmp_path: Path
 ) -> None:
-    """As from a wheel: the config goes up, and the nodes have the package."""
+    """Only the config is uploaded, like from a wheel; the nodes have the package."""
     shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "wheel" / STAGES[0])
     config, run_dir = str(project / "configs" / "tiny.yaml"), f"run_dir={project}/runs/wheel"
     more = ("--until", STAGES[-1], "--address", head.dashboard, "--set", run_dir)
-    done = shell(tmp_path, "submit", config, *more)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = shell(tmp_path, "submit", config, *more)
+    assert process.returncode == 0, process.stdout + process.stderr
     assert digests(project, "runs/wheel") == in_process
-    assert "Uploading" not in done.stderr  # Ray's account of it
+    assert "Uploading" not in process.stderr  # the log of Ray
 
 
-def test_a_job_refuses_a_run_dir_that_would_vanish_with_it(project: Path) -> None:
-    done = subprocess.run(
+def test_a_job_refuses_a_run_dir_in_its_working_directory(project: Path) -> None:
+    process = subprocess.run(
         [sys.executable, "jobs/run.py", "configs/tiny.yaml", "--only", "prepare"],
         cwd=project,
         env=shell_environment(RAY_JOB_CONFIG_JSON_ENV_VAR="{}"),
@@ -245,20 +245,20 @@ def test_a_job_refuses_a_run_dir_that_would_vanish_with_it(project: Path) -> Non
         timeout=240,
         check=False,
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("scalingnote: run_dir is 'runs/tiny'")
+    assert process.returncode == 2
+    assert process.stderr.startswith("scalingnote: run_dir is 'runs/tiny'")
 
 
 def test_a_submission_id_is_used_once(project: Path, head: Head, in_process: dict[str, str]) -> None:
-    named = ("--submission-id", "once", "--address", head.dashboard)
-    arguments = ("submit", "configs/tiny.yaml", "--only", "prepare", *named)
+    job_options = ("--submission-id", "once", "--address", head.dashboard)
+    arguments = ("submit", "configs/tiny.yaml", "--only", "prepare", *job_options)
     first, second = command(project, *arguments, "--detach"), shell(project, *arguments)
     assert (first.returncode, first.stdout) == (0, "once\n")
     assert second.returncode == 0, second.stderr
     assert "following it" in second.stderr
     assert second.stderr.count("\n") <= 3  # progress lines, but no traceback
     line = json.loads(next(line for line in second.stdout.splitlines() if line.startswith("{")))
-    # The relative run_dir was pinned: the artifact outlives the job's own directory.
+    # The relative run_dir became absolute: the artifact is outside the working directory of the job.
     artifact = open_artifact(line["uri"], kind=KINDS[0])
     assert Path(line["uri"]).is_relative_to(project / "runs" / "tiny")
     assert (line["kind"], line["digest"]) == (KINDS[0], artifact.digest)
@@ -280,7 +280,7 @@ sys.exit({codes}[number - 1])
 """
 
 
-def test_a_job_outlives_its_sender_and_is_followed_again(project: Path, head: Head, tmp_path: Path) -> None:
+def test_a_job_continues_without_its_client(project: Path, head: Head, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     shutil.copytree(project / "configs", checkout / "configs")
     (checkout / "scalingnote" / "cli").mkdir(parents=True)
@@ -300,17 +300,17 @@ def test_a_job_outlives_its_sender_and_is_followed_again(project: Path, head: He
             text=True,
         )
 
-    with send() as sender:
-        assert sender.stdout is not None
-        assert "first line\n" in iter(sender.stdout.readline, "")
-        sender.kill()
-    with send() as again:
-        assert again.stdout is not None
-        assert any("is running already: following it" in line for line in again.stdout)
+    with send() as first:
+        assert first.stdout is not None
+        assert "first line\n" in iter(first.stdout.readline, "")
+        first.kill()
+    with send() as second:
+        assert second.stdout is not None
+        assert any("is running already: following it" in line for line in second.stdout)
         for attempt in (1, 2):
             (tmp_path / f"go-{attempt}").touch()
-        lines = [line.strip() for line in again.stdout if line.endswith(" line\n")]
-    # Followed from its first line; it fails, is tried once more, and the second time its input is wrong.
+        lines = [line.strip() for line in second.stdout if line.endswith(" line\n")]
+    # It is followed from its first line, fails, is retried, and the second time its input is wrong.
     assert lines == ["first line", "last line"] * 2
-    assert again.returncode == 2
+    assert second.returncode == 2
     assert (tmp_path / "starts").read_text() == "xx"

@@ -1,4 +1,4 @@
-"""kill -9 of the driver in the middle of train, then of encode: the re-run ends as if nothing happened."""
+"""kill -9 of the driver during train, then during encode: a second run gives the undisturbed result."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def command(config: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """A driver that joins the session's cluster, which outlives it, as clusters do."""
+    """Return the command of a driver that joins the cluster of the session, which outlives the driver."""
     return [
         *(str(Path(sys.executable).with_name("scalingnote")), "run", str(config), "--until", "encode"),
         *("--set", f"run_dir={run_dir}", "--set", f"address={ray.get_runtime_context().gcs_address}"),
@@ -35,7 +35,7 @@ def command(config: Path, run_dir: Path, *overrides: str) -> list[str]:
 
 
 def kill_when(ready: Callable[[], bool], arguments: list[str]) -> None:
-    """Start a driver and SIGKILL it at the first moment `ready` holds; it must not have finished before."""
+    """Start a driver, and SIGKILL it as soon as `ready` returns true; it must not end before that."""
     driver = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 200
@@ -54,24 +54,26 @@ def count(run_dir: Path, pattern: str) -> int:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.timeout(600)
-def test_a_killed_driver_loses_and_doubles_nothing(
+def test_a_killed_driver_loses_and_repeats_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     config = write_config(tmp_path)
-    # Where a run trains is not what it learns.
+    # The place of training does not change its result.
     shorter, inside = "train.epochs=4", "train.resources.workers=0"
     undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}", shorter, inside])
     expected = run_here(undisturbed, until="train")
 
     run_dir = tmp_path / "killed"
     killed = load(RunConfig, [config], [f"run_dir={run_dir}", shorter, inside])
-    for stage in ("prepare", "planner", "collect"):  # their own tests kill them
+    for stage in ("prepare", "planner", "collect"):  # other tests kill these stages
         shutil.copytree(tmp_path / "undisturbed" / stage, run_dir / stage)
     checkpoints = "train/*/_work/checkpoints/*/checkpoint.json"
     kill_when(lambda: count(run_dir, checkpoints) >= 1, command(config, run_dir, shorter))
     assert count(run_dir, "train/*/manifest.json") == 0
     logger = logging.getLogger("scalingnote")
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])  # a driver stops propagation
+    monkeypatch.setattr(
+        logger, "handlers", [*logger.handlers, caplog.handler]
+    )  # a driver turns propagation off
     caplog.set_level(logging.INFO, logger="scalingnote")
     run_here(killed, until="train")
     assert "resuming at step " in caplog.text
@@ -89,10 +91,12 @@ def test_a_killed_driver_loses_and_doubles_nothing(
     assert encoded["doc_id"].to_pylist() == [row["doc_id"] for row in tiny.document_rows()]
     encoder = Encoder.load(expected["dual_encoder"].directory("document"))
     direct, _ = encoder.encode_rows(expected["dataset"].table("documents"))
-    given = arrow.to_numpy(encoded["summary"])
-    np.testing.assert_allclose(given, arrow.l2_normalize(direct["summary"]), rtol=1e-2, atol=2e-3)  # float16
+    stored_vectors = arrow.to_numpy(encoded["summary"])
+    np.testing.assert_allclose(
+        stored_vectors, arrow.l2_normalize(direct["summary"]), rtol=1e-2, atol=2e-3
+    )  # float16
 
     assert set(report["methods"]) == {"scalingdual", "scalingdual (index)", "bm25"}
-    assert report["methods"]["bm25"]["R@10"] > 0.9  # every query holds its document's title
+    assert report["methods"]["bm25"]["R@10"] > 0.9  # each query contains the title of its document
     assert report["index"]["recall@10"] > 0.9
     assert (tmp_path / "killed" / "report.html").exists()

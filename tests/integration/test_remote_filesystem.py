@@ -1,4 +1,4 @@
-"""Stages on a remote filesystem: a local S3 endpoint stands in for the object store."""
+"""Stages on a remote filesystem, with a local S3 endpoint as the object store."""
 
 import hashlib
 import logging
@@ -28,7 +28,7 @@ SIZES = [120, 90]
 
 @pytest.fixture(scope="module")
 def bucket(cluster: None, s3_port: int) -> Iterator[str]:
-    """The URI of an empty bucket that this process and Ray's workers reach."""
+    """Start a store, and yield the URI of an empty bucket that this process and Ray's workers reach."""
     moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
     import boto3
 
@@ -40,7 +40,7 @@ def bucket(cluster: None, s3_port: int) -> Iterator[str]:
     server.stop()
 
 
-def test_stages_give_the_same_artifacts_there_as_here(
+def test_stages_give_the_same_artifacts_on_s3_and_on_disk(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(base: str) -> tuple[Corpus, dict[str, str], list[str]]:
@@ -55,7 +55,9 @@ def test_stages_give_the_same_artifacts_there_as_here(
         without_ray(patch)
         _, here, _ = run(str(tmp_path))
     assert there == here
-    assert sorted([*names, "manifest.json"]) == list(fs.list_files(f"{bucket}/run/index"))  # no work is left
+    assert sorted([*names, "manifest.json"]) == list(
+        fs.list_files(f"{bucket}/run/index")
+    )  # unfinished work is deleted
     again = quantize_job.run(QUANTIZE, embeddings=corpus.uris["embeddings"], output=f"{bucket}/run/ids")
     assert again.digest == there["ids"]
 
@@ -68,45 +70,45 @@ def test_stages_give_the_same_artifacts_there_as_here(
 
 @pytest.fixture
 def requests(bucket: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests that the store answers, as METHOD or METHOD range."""
+    """Record the requests that the store answers, as METHOD or METHOD range."""
     from moto.moto_server import werkzeug_app
 
-    seen: list[str] = []
+    recorded: list[str] = []
     answer = werkzeug_app.DomainDispatcherApplication.__call__
 
     def counted(self: object, environ: dict[str, str], start: object) -> object:
-        seen.append(f"{environ['REQUEST_METHOD']} {environ.get('HTTP_RANGE', '')}".strip())
+        recorded.append(f"{environ['REQUEST_METHOD']} {environ.get('HTTP_RANGE', '')}".strip())
         return answer(self, environ, start)
 
     monkeypatch.setattr(werkzeug_app.DomainDispatcherApplication, "__call__", counted)
-    # Leases, of drafts of other tests too, are renewed every few seconds: those requests are not counted.
+    # Leases are renewed every few seconds, also by drafts of other tests: these requests must not count.
     monkeypatch.setattr(Lease, "renew", lambda self: None)
-    return seen
+    return recorded
 
 
-def test_a_part_is_one_request_to_write_and_one_to_read(bucket: str, requests: list[str]) -> None:
+def test_a_part_takes_one_request_to_write_and_one_to_read(bucket: str, requests: list[str]) -> None:
     table = pa.table({"doc_id": [f"d{n}" for n in range(100)], "n": range(100)})
     draft = Draft(f"{bucket}/requests", kind="rows", config=Config(), parents={})
     requests.clear()
     draft.write_table("rows.parquet", table)
     assert requests == ["PUT"]
-    made = draft.commit(counts={})
+    artifact = draft.commit(counts={})
     requests.clear()
-    assert open_artifact(made.uri, kind="rows").table("rows").equals(table)
+    assert open_artifact(artifact.uri, kind="rows").table("rows").equals(table)
     assert [name.split()[0] for name in requests] == ["GET", "GET"]  # the manifest and the part
 
 
 def test_an_artifact_takes_eleven_requests(bucket: str, requests: list[str]) -> None:
-    draft = Draft(f"{bucket}/begun", kind="rows", config=Config(), parents={})
+    draft = Draft(f"{bucket}/draft", kind="rows", config=Config(), parents={})
     assert len(requests) == 6
     requests.clear()
-    made = draft.commit(counts={})
+    artifact = draft.commit(counts={})
     assert len(requests) == 5
-    # The manifest is written, and work deleted, afterwards.
-    assert made.manifest.info["usage"]["requests"] == 6 + 2
+    # The requests to write the manifest and delete the work come later.
+    assert artifact.manifest.info["usage"]["requests"] == 6 + 2
 
 
-def test_a_large_file_is_read_by_ranges_side_by_side(
+def test_a_large_file_is_read_by_ranges_in_parallel(
     bucket: str, requests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "RANGE_BYTES", 10)
@@ -115,7 +117,7 @@ def test_a_large_file_is_read_by_ranges_side_by_side(
     requests.clear()
     assert fs.read_bytes(f"{bucket}/large/shard") == data
     ranges = {f"GET bytes={start}-{min(start + 9, 204)}" for start in range(0, 205, 10)}
-    assert sorted(requests) == sorted(ranges)  # the first tells the size
+    assert sorted(requests) == sorted(ranges)  # the first answer has the size
     monkeypatch.setattr(object_store, "SMALL_BYTES", 10)
     with fs.open_input(f"{bucket}/large/shard") as file:
         assert file.size() == 205
@@ -126,7 +128,7 @@ def test_a_large_file_is_read_by_ranges_side_by_side(
     assert fs.list_files(f"{bucket}/large") == {"shard": 205}
 
 
-def test_a_tree_goes_there_and_back_and_no_stale_copy_is_read(bucket: str, tmp_path: Path) -> None:
+def test_an_uploaded_folder_is_downloaded_without_stale_copies(bucket: str, tmp_path: Path) -> None:
     source, uri = tmp_path / "tower", f"{bucket}/{tmp_path.name}"
     (source / "query").mkdir(parents=True)
     for version in ("1", "22"):
@@ -142,7 +144,7 @@ def test_a_tree_goes_there_and_back_and_no_stale_copy_is_read(bucket: str, tmp_p
     assert fs.read_bytes(uri) == b""
 
 
-def test_the_marks_that_pyarrow_leaves_for_folders_are_no_files(bucket: str) -> None:
+def test_folder_markers_of_pyarrow_are_not_files(bucket: str) -> None:
     filesystem, path = fs.resolve(f"{bucket}/marked/_work/ray")
     filesystem.create_dir(path, recursive=True)
     fs.write_bytes(f"{bucket}/marked/_work/ray/state", b"")

@@ -1,4 +1,4 @@
-"""The frameworks' classes are written, read, copied and compared as the frameworks do, without their key."""
+"""Classes for frameworks are written, read, copied and compared like the frameworks do, without their key."""
 
 import copy
 import importlib.util
@@ -13,7 +13,7 @@ import pytest
 from scalingnote.core.errors import ConfigError, SearchError
 from scalingnote.integrations.client import Client, client
 
-# Looked for, not imported: both test processes collect this file, one of them runs it.
+# The frameworks are not imported here: both test processes collect this file, but only one runs it.
 for framework in ("langchain_core", "llama_index", "haystack"):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed", allow_module_level=True)
@@ -26,11 +26,11 @@ Calls = list[tuple[str, str | None, str, Any]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    """Servers that answer without a network, and the calls that they got: server, key, path, body."""
-    made: Calls = []
+    """Replace servers by answers without a network, and record the calls: server, key, path, body."""
+    requests: Calls = []
 
     def answer(self: Client, path: str, body: dict[str, Any] | None = None) -> Any:
-        made.append((self._url, self._key, path, body))
+        requests.append((self._url, self._key, path, body))
         if path == "/info":
             return {"model_id": f"model of {self._url}"}
         if path == "/search":
@@ -39,9 +39,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         value = "AACAPw==" if "one" in self._url else "AAAAQA=="  # 1 and 2 as float32
         return {"data": [{"embedding": value} for _ in body["input"]]}
 
-    client.cache_clear()  # clients know the models of their servers
+    client.cache_clear()  # clients cache the models of their servers
     monkeypatch.setattr(Client, "_call", answer)
-    yield made
+    yield requests
     client.cache_clear()
 
 
@@ -64,30 +64,30 @@ def test_a_pipeline_is_written_and_read_with_the_name_of_its_key(number, monkeyp
     from haystack.utils import Secret
 
     monkeypatch.setenv(VARIABLE, KEY)
-    made = haystack_components(Secret.from_env_var(VARIABLE))[number]
+    component = haystack_components(Secret.from_env_var(VARIABLE))[number]
     pipeline = Pipeline()
-    pipeline.add_component("ours", made)
+    pipeline.add_component("ours", component)
     text = pipeline.dumps()
     assert VARIABLE in text
     assert KEY not in text
     again = Pipeline.loads(text, allowed_modules=["scalingnote.*"])
     assert again.dumps() == text
-    read = again.get_component("ours")
-    assert (type(read), read.to_dict()) == (type(made), made.to_dict())
-    assert read.api_key == Secret.from_env_var(VARIABLE)
-    assert type(made).from_dict(made.to_dict()).to_dict() == made.to_dict()
+    loaded = again.get_component("ours")
+    assert (type(loaded), loaded.to_dict()) == (type(component), component.to_dict())
+    assert loaded.api_key == Secret.from_env_var(VARIABLE)
+    assert type(component).from_dict(component.to_dict()).to_dict() == component.to_dict()
 
 
-def test_a_key_given_as_a_token_is_not_written():
+def test_a_token_as_key_is_not_written():
     from haystack.utils import Secret
 
-    for made in haystack_components(Secret.from_token(KEY)):
-        assert KEY not in repr(made)
+    for component in haystack_components(Secret.from_token(KEY)):
+        assert KEY not in repr(component)
         with pytest.raises(ValueError, match="Cannot serialize token-based secret"):
-            made.to_dict()
+            component.to_dict()
 
 
-def test_a_key_in_plain_text_is_refused_by_haystack_s_components():
+def test_haystack_components_refuse_a_key_in_plain_text():
     from haystack import Pipeline
 
     with pytest.raises(
@@ -102,7 +102,7 @@ def test_a_key_in_plain_text_is_refused_by_haystack_s_components():
         Pipeline.loads(text, allowed_modules=["scalingnote.*"])
 
 
-def test_haystack_s_key_is_read_when_the_server_is_called(calls, monkeypatch):
+def test_haystack_components_read_the_key_at_each_call(calls, monkeypatch):
     from haystack.utils import Secret
 
     embedder = haystack_components(Secret.from_env_var(VARIABLE))[0]
@@ -125,26 +125,26 @@ def test_haystack_s_key_is_read_when_the_server_is_called(calls, monkeypatch):
 def test_llama_index_reads_the_embedding_that_it_wrote(calls):
     from scalingnote.integrations.llama_index import ScalingNoteEmbedding
 
-    made = ScalingNoteEmbedding(f"{URL}/", api_key=KEY, model="a-model", embed_batch_size=7)
-    data = made.to_dict()
+    embedding = ScalingNoteEmbedding(f"{URL}/", api_key=KEY, model="a-model", embed_batch_size=7)
+    data = embedding.to_dict()
     assert (data["class_name"], data["url"], data["model"]) == ("ScalingNoteEmbedding", URL, "a-model")
-    assert KEY not in made.to_json() + repr(made) + str(made) + str(made.to_payload())
+    assert KEY not in embedding.to_json() + repr(embedding) + str(embedding) + str(embedding.to_payload())
     bare = ScalingNoteEmbedding.from_dict(data)
     assert bare.to_dict() == data
     assert bare.api_key is None
     for again in (
         ScalingNoteEmbedding.from_dict(data, api_key=KEY),
-        ScalingNoteEmbedding.from_json(made.to_json(), api_key=KEY),
-        pickle.loads(pickle.dumps(made)),
-        copy.deepcopy(made),
+        ScalingNoteEmbedding.from_json(embedding.to_json(), api_key=KEY),
+        pickle.loads(pickle.dumps(embedding)),
+        copy.deepcopy(embedding),
     ):
-        assert (again.to_dict(), again.api_key) == (data, made.api_key)
+        assert (again.to_dict(), again.api_key) == (data, embedding.api_key)
         assert again.get_query_embedding("zo") == [1.0]
         assert calls[-1][:2] == (URL, KEY)
         assert calls[-1][3]["model"] == "a-model"
 
 
-def test_a_cache_of_llama_index_tells_servers_and_models_apart(calls):
+def test_a_llama_index_cache_distinguishes_servers_and_models(calls):
     from llama_index.core.ingestion import IngestionCache, IngestionPipeline
     from llama_index.core.ingestion.pipeline import get_transformation_hash
     from llama_index.core.schema import TextNode
@@ -164,7 +164,7 @@ def test_a_cache_of_llama_index_tells_servers_and_models_apart(calls):
         assert pipeline.run(nodes=copy.deepcopy(nodes))[0].embedding == [expected]
     assert (
         len([path for _, _, path, _ in calls if path == "/v1/embeddings"]) == 2
-    )  # the third is of the cache
+    )  # the third embedding is from the cache
 
 
 def test_a_cache_that_mixes_sides_is_refused():
@@ -172,16 +172,16 @@ def test_a_cache_that_mixes_sides_is_refused():
 
     from scalingnote.integrations.llama_index import ScalingNoteEmbedding
 
-    with pytest.raises(ConfigError, match="embeddings_cache has one embedding a text"):
+    with pytest.raises(ConfigError, match="embeddings_cache has one embedding per text"):
         ScalingNoteEmbedding(URL, embeddings_cache=SimpleKVStore())
 
 
-def test_llama_index_s_retriever_is_copied_with_its_arguments(calls):
+def test_a_llama_index_retriever_is_copied_with_its_arguments(calls):
     from scalingnote.integrations.llama_index import ScalingNoteRetriever
 
-    made = ScalingNoteRetriever(URL, k=3, filter={"topic": "a"}, api_key=KEY)
-    assert KEY not in repr(made) + str(vars(made))
-    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+    retriever = ScalingNoteRetriever(URL, k=3, filter={"topic": "a"}, api_key=KEY)
+    assert KEY not in repr(retriever) + str(vars(retriever))
+    for again in (pickle.loads(pickle.dumps(retriever)), copy.deepcopy(retriever)):
         assert again.retrieve("zo") == []
         body = {"query": "zo", "k": 3, "filter": {"topic": "a"}}
         assert calls[-1] == (URL, KEY, "/search", body)
@@ -199,29 +199,29 @@ def langchain_classes() -> list[Any]:
     ]
 
 
-def load(text: str, made: Any, **knobs: Any) -> Any:
+def load(text: str, original: Any, **knobs: Any) -> Any:
     from langchain_core.load import loads
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # LangChain calls `loads` a beta
-        return loads(text, allowed_objects=[type(made)], valid_namespaces=["scalingnote"], **knobs)
+        warnings.simplefilter("ignore")  # LangChain warns that `loads` is in beta
+        return loads(text, allowed_objects=[type(original)], valid_namespaces=["scalingnote"], **knobs)
 
 
 @pytest.mark.parametrize("number", range(2))
 def test_langchain_gets_the_key_from_its_secrets(number, monkeypatch):
     from langchain_core.load import dumps
 
-    made = langchain_classes()[number]
-    text = dumps(made)
-    assert KEY not in text + repr(made) + str(made)
+    original = langchain_classes()[number]
+    text = dumps(original)
+    assert KEY not in text + repr(original) + str(original)
     assert json.loads(text)["kwargs"]["api_key"]["id"] == [VARIABLE]
-    assert load(text, made, secrets_map={VARIABLE: KEY}) == made
-    assert load(text, made).api_key is None
+    assert load(text, original, secrets_map={VARIABLE: KEY}) == original
+    assert load(text, original).api_key is None
     monkeypatch.setenv(VARIABLE, KEY)
-    assert load(text, made, secrets_from_env=True) == made
-    again = load(text, made, secrets_map={VARIABLE: KEY})
+    assert load(text, original, secrets_from_env=True) == original
+    again = load(text, original, secrets_map={VARIABLE: KEY})
     assert dumps(again) == text
-    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
+    assert pickle.loads(pickle.dumps(original)) == copy.deepcopy(original) == original
 
 
 def test_copies_with_other_arguments_call_the_other_server(calls):
@@ -233,8 +233,8 @@ def test_copies_with_other_arguments_call_the_other_server(calls):
     assert embeddings.model_copy(update=other).embed_query("zo") == [2.0]
     retriever.model_copy(update=other).invoke("zo")
     assert calls[-1][:2] == ("http://two:8000", KEY)
-    chosen = retriever.configurable_fields(k=ConfigurableField(id="k"))
-    chosen.invoke("zo", config={"configurable": {"k": 5}})
+    configurable = retriever.configurable_fields(k=ConfigurableField(id="k"))
+    configurable.invoke("zo", config={"configurable": {"k": 5}})
     assert calls[-1] == (URL, KEY, "/search", {"query": "zo", "k": 5, "filter": {"topic": "a"}})
 
 
@@ -258,7 +258,7 @@ def test_arguments_that_do_not_exist_are_refused():
     "wrong",
     ["localhost:8000", "ftp://host", "http://", "http://host:port", "http://[host", "http://host?key=1", ""],
 )
-def test_what_is_no_address_is_refused_when_a_class_is_made(wrong):
+def test_each_class_refuses_an_invalid_address(wrong):
     from scalingnote.integrations import haystack, langchain, llama_index
 
     for make in (
@@ -269,7 +269,7 @@ def test_what_is_no_address_is_refused_when_a_class_is_made(wrong):
         llama_index.ScalingNoteEmbedding,
         llama_index.ScalingNoteRetriever,
     ):
-        with pytest.raises(SearchError, match="is no address of a server"):
+        with pytest.raises(SearchError, match="is not the address of a server"):
             make(wrong)
 
 
@@ -278,28 +278,28 @@ def test_secrets_are_not_shown_in_errors():
         Client("http://me:secret@host:8000")
     assert "secret" not in str(error.value)
     for key in (f"{KEY}\n", f"{KEY}é"):
-        with pytest.raises(SearchError, match="no header may have") as error:
+        with pytest.raises(SearchError, match="headers cannot have") as error:
             Client(URL, api_key=key)
         assert KEY not in str(error.value)
 
 
-def test_a_server_that_changed_its_model_is_asked_again(monkeypatch):
-    models, named = ["old", "new"], []
+def test_a_changed_model_of_the_server_is_read_again(monkeypatch):
+    models, requested = ["old", "new"], []
 
     def answer(self: Client, path: str, body: dict[str, Any] | None = None) -> Any:
         if body is None:
             return {"model_id": models[0]}
-        named.append(body["model"])
+        requested.append(body["model"])
         if body["model"] != models[0]:
             raise SearchError("no such model")
         return {"data": [{"embedding": "AACAPw=="}]}
 
     monkeypatch.setattr(Client, "_call", answer)
-    called = Client(URL)
-    called.embed(["zo"], "query")
-    called.embed(["zo"], "query")
+    server = Client(URL)
+    server.embed(["zo"], "query")
+    server.embed(["zo"], "query")
     del models[0]
     with pytest.raises(SearchError, match="no such model"):
-        called.embed(["zo"], "query")
-    assert called.embed(["zo"], "query") == [[1.0]]
-    assert named == ["old", "old", "old", "new"]
+        server.embed(["zo"], "query")
+    assert server.embed(["zo"], "query") == [[1.0]]
+    assert requested == ["old", "old", "old", "new"]

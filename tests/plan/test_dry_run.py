@@ -21,14 +21,14 @@ def paper(*overrides: str, **assumed: object) -> Estimate:
     return estimate(config.train, Assumptions(**assumed))
 
 
-def test_the_published_run_fits_the_cluster_its_config_names():
-    found = paper(rows=106_045_200)
-    assert (found.config.ranks, found.assumed.gpu, found.fits) == (32, "H100", True)
-    assert found.parameters == 2 * 7_070_619_136 + 2 * 3584 * 128
-    assert found.steps == 106_045_200 // 480
-    # Six operations per weight and token, and some for attention.
-    six = 6 * 6_525_621_760 * found.step_tokens
-    assert six < found.work.model < 1.05 * six
+def test_the_published_run_fits_the_cluster_of_its_config():
+    published = paper(rows=106_045_200)
+    assert (published.config.ranks, published.assumed.gpu, published.fits) == (32, "H100", True)
+    assert published.parameters == 2 * 7_070_619_136 + 2 * 3584 * 128
+    assert published.steps == 106_045_200 // 480
+    # Six operations per weight and token, and additional ones for attention.
+    six = 6 * 6_525_621_760 * published.step_tokens
+    assert six < published.work.model < 1.05 * six
 
 
 @pytest.mark.parametrize("path", sorted(PAPER.parent.glob("*.yaml")), ids=lambda path: path.stem)
@@ -50,16 +50,16 @@ def test_two_adapters_share_one_frozen_base():
     assert sum(tower.trained for tower in shared.towers) == shared.parameters - 7_070_619_136
 
 
-def test_rows_of_unknown_lengths_cost_what_the_longest_do():
+def test_rows_of_unknown_length_cost_as_much_as_the_longest():
     known, unknown = paper(query_tokens=20, document_tokens=300), paper()
     assert known.step_tokens == 480 * 20 + 960 * 300
     assert unknown.step_tokens == 480 * 64 + 960 * 512
-    assert known.activations == unknown.activations  # a batch of the longest rows may come
+    assert known.activations == unknown.activations  # a batch may have only the longest rows
     some = dry_run_text(paper(document_tokens=300))
     assert "at the longest rows where no mean is given (--query-tokens)" in some
 
 
-def test_everything_is_named(capsys):
+def test_a_dry_run_prints_all_assumptions(capsys):
     command = ["run", str(PAPER), "--dry-run", "--rows", "1000000", "--gpu", "A100", "--gpus", "16"]
     assert cli.main([*command, "--document-tokens", "300", "--query-tokens", "20"]) == 0
     text = capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_before_rows_are_collected_only_a_step_is_estimated(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("override", "knob"),
+    ("override", "remedy"),
     [
         ("strategy.kind=ddp", "strategy.kind=fsdp2"),
         ("strategy={kind: fsdp2, reshard: false}", "train.strategy.reshard=true"),
@@ -85,11 +85,11 @@ def test_before_rows_are_collected_only_a_step_is_estimated(tmp_path: Path, caps
         ("global_batch=48000", "grad_cache"),
     ],
 )
-def test_what_does_not_fit_comes_with_a_remedy(override: str, knob: str):
-    found = paper(override, gpu="L40S")
-    assert not found.fits
-    assert "DOES NOT FIT" in dry_run_text(found)
-    assert knob in dry_run_text(found)
+def test_a_run_that_does_not_fit_gets_a_remedy(override: str, remedy: str):
+    estimated = paper(override, gpu="L40S")
+    assert not estimated.fits
+    assert "DOES NOT FIT" in dry_run_text(estimated)
+    assert remedy in dry_run_text(estimated)
 
 
 def test_an_unknown_backbone_is_refused():
@@ -97,13 +97,13 @@ def test_an_unknown_backbone_is_refused():
         paper("query.backbone.path=no/where")
 
 
-def test_scratch_towers_in_float32_are_sized_too():
-    found = estimate(TrainConfig(precision="float32"), Assumptions())
-    assert found.fits
-    assert found.numbers == "float32"
+def test_scratch_towers_in_float32_are_estimated():
+    estimated = estimate(TrainConfig(precision="float32"), Assumptions())
+    assert estimated.fits
+    assert estimated.numbers == "float32"
 
 
-def test_rows_that_were_collected_are_counted(monkeypatch, capsys):
+def test_collected_rows_are_counted(monkeypatch, capsys):
     class Triplets:
         def table(self, name: str, columns: list[str]) -> pa.Table:
             assert (name, columns) == ("triplets", ["split"])

@@ -13,13 +13,13 @@ from scalingnote.plan.laws import Fit, Kind, Runs, joint_law, power_law
 PUBLISHED_SIZE = {"c": 3.82e5, "alpha": 0.14, "delta": 0.18}
 PUBLISHED_DATA = {"c": 2.60e3, "alpha": 0.14, "delta": 1.4e-7}
 PUBLISHED_JOINT = {"a": 3.15e5, "b": 1.16e2, "alpha": 0.12 * 0.770, "beta": 0.770, "delta": 0.108}
-# Both terms of Eq. 20 as large as each other within the grid below, so that runs tell all constants apart.
+# Both terms of Eq. 20 are equal somewhere in the grid below, so that runs determine all constants.
 JOINT = {"a": 3e5, "b": 2e3, "alpha": 0.12 * 0.77, "beta": 0.77, "delta": 0.108}
 PLANTED: dict[Kind, dict[str, float]] = {"size": PUBLISHED_SIZE, "data": PUBLISHED_DATA, "joint": JOINT}
 
 
 def planted(kind: Kind) -> Fit:
-    """The planted law as if it had been fitted, with two draws that are the same."""
+    """Return the planted law as a fit, with two equal draws."""
     values = {name: np.full(3, value) for name, value in PLANTED[kind].items()}
     return Fit(kind, values, Runs(*np.ones((3, 1))), r2=1.0, scatter=0.0)
 
@@ -61,10 +61,10 @@ def test_a_fit_finds_planted_constants(kind: Kind):
     assert noisy.r2 > 0.99
     assert 0.005 < noisy.scatter < 0.02
     for name, interval in noisy.constants().items():
-        wanted = PLANTED[kind][name]
-        assert exact[name].value == pytest.approx(wanted, rel=0.02, abs=1e-3)
-        # No floor is negative, so what is planted at the edge has draws on one side only.
-        assert interval.low <= max(wanted, 1e-6) <= interval.high, name
+        truth = PLANTED[kind][name]
+        assert exact[name].value == pytest.approx(truth, rel=0.02, abs=1e-3)
+        # A floor is never negative, so a value planted at the edge has draws only on one side.
+        assert interval.low <= max(truth, 1e-6) <= interval.high, name
     beyond = noisy.predict(parameters=1e11, data=1e10)
     assert beyond.low < planted(kind).predict(parameters=1e11, data=1e10).value < beyond.high
     assert beyond.low < beyond.value < beyond.high
@@ -78,29 +78,29 @@ def test_a_fit_finds_planted_constants(kind: Kind):
     ],
 )
 def test_intervals_of_few_runs_are_wide_enough(kind: Kind, law: dict[str, float], sizes: tuple[int, ...]):
-    # The committed ladder's sizes and laws. Without Student's t 68 and 72 of 100 intervals held the truth.
+    # Sizes and laws of the committed ladder. Without Student's t, 68 and 72 of 100 intervals hold the truth.
     along, same = np.array(sizes, dtype=float), np.full(len(sizes), 1e4)
     parameters, data = (along, same) if kind == "size" else (same, along)
-    held = []
+    hits = []
     for seed in range(12):
         scatter = np.exp(0.003 * np.random.default_rng(seed).standard_normal(len(along)))
-        found = laws.fit(kind, Runs(parameters, data, power_law(along, **law) * scatter), draws=20)
-        assert found.freedom == len(sizes) - 3
-        intervals = [(found.constants()["alpha"], law["alpha"])]
+        fit = laws.fit(kind, Runs(parameters, data, power_law(along, **law) * scatter), draws=20)
+        assert fit.freedom == len(sizes) - 3
+        intervals = [(fit.constants()["alpha"], law["alpha"])]
         for times in (1, 10):
             size = float(times * along[-1])
-            intervals.append((found.predict(parameters=size, data=size), power_law(size, **law)))
-        held += [interval.low <= truth <= interval.high for interval, truth in intervals]
-    assert np.mean(held) > 0.85
+            intervals.append((fit.predict(parameters=size, data=size), power_law(size, **law)))
+        hits += [interval.low <= truth <= interval.high for interval, truth in intervals]
+    assert np.mean(hits) > 0.85
 
 
-def test_a_high_r2_of_one_degree_of_freedom_is_worth_little():
-    # Entropies that only fall, by chance: docs/guides/scaling.md says what R² they reach.
+def test_random_entropies_reach_a_high_r2():
+    # Random entropies that decrease: docs/guides/scaling.md states the R² that they reach.
     amounts, same = np.array([896.0, 1792, 3584, 7168]), np.full(4, 1e4)
     falling = [np.sort(np.random.default_rng(seed).uniform(2, 5.5, 4))[::-1] for seed in range(20)]
-    found = [laws.fit("data", Runs(same, amounts, entropy), draws=1).r2 for entropy in falling]
-    assert np.median(found) == pytest.approx(0.91, abs=0.03)
-    assert np.quantile(found, 0.75) == pytest.approx(0.985, abs=0.01)
+    r2_values = [laws.fit("data", Runs(same, amounts, entropy), draws=1).r2 for entropy in falling]
+    assert np.median(r2_values) == pytest.approx(0.91, abs=0.03)
+    assert np.quantile(r2_values, 0.75) == pytest.approx(0.985, abs=0.01)
 
 
 def test_one_failed_run_bends_neither_curve_nor_interval(monkeypatch: pytest.MonkeyPatch):
@@ -112,11 +112,11 @@ def test_one_failed_run_bends_neither_curve_nor_interval(monkeypatch: pytest.Mon
     assert inside.low < inside.value < inside.high
     assert inside.high - inside.low < 0.03 * inside.value
 
-    def beyond(given: Runs) -> float:
-        return laws.fit("size", given, draws=1).predict(parameters=1e11, data=1e6).value
+    def beyond(fitted_runs: Runs) -> float:
+        return laws.fit("size", fitted_runs, draws=1).predict(parameters=1e11, data=1e6).value
 
     before, after = beyond(clean), beyond(failed)
-    monkeypatch.setattr(laws, "HUBER_THRESHOLD", 1e3)  # squares
+    monkeypatch.setattr(laws, "HUBER_THRESHOLD", 1e3)  # squared loss
     assert abs(after / before - 1) < 0.03
     assert abs(beyond(failed) / before - 1) > 3 * abs(after / before - 1)
 
@@ -124,7 +124,8 @@ def test_one_failed_run_bends_neither_curve_nor_interval(monkeypatch: pytest.Mon
 def test_the_split_is_the_best_of_a_grid():
     budget, per_parameter = 1e21, 4_000.0
     best = {
-        name: found.value for name, found in planted("joint").split(budget, per_parameter=4_000.0).items()
+        name: interval.value
+        for name, interval in planted("joint").split(budget, per_parameter=4_000.0).items()
     }
     assert best["parameters"] * best["data"] * per_parameter == pytest.approx(budget)
     parameters = np.geomspace(1e4, 1e14, 100_001)
@@ -139,7 +140,7 @@ def test_the_split_is_the_best_of_a_grid():
         planted("size").split(budget, per_parameter=per_parameter)
 
 
-def test_a_table_becomes_runs_and_a_bad_row_is_named():
+def test_runs_are_read_from_a_table_without_bad_rows():
     table = pa.table({"parameters": [10, 20], "examples": [5, 5], "contrastive_entropy": [2.0, 1.0]})
     assert laws.read_runs(table).data.tolist() == [5, 5]
     with pytest.raises(DataError, match="lack \\['examples'\\]"):
@@ -149,17 +150,17 @@ def test_a_table_becomes_runs_and_a_bad_row_is_named():
         laws.read_runs(worse)
 
 
-def test_runs_that_cannot_tell_are_refused():
+def test_too_few_sizes_are_refused():
     few = Runs(np.array([1.0, 2, 3]), np.ones(3), np.array([3.0, 2, 1]))
     with pytest.raises(DataError, match=r"at least 4 model sizes, .* found 3 runs of 3 model sizes and 1"):
         laws.fit("size", few)
-    for kind, given, needs in (
+    for kind, planted_kind, needs in (
         ("size", "joint", "all with the same number of pairs"),
         ("data", "joint", "all with the same model size"),
         ("joint", "size", "at least 3 model sizes"),
     ):
         with pytest.raises(DataError, match=needs):
-            laws.fit(kind, runs(given))
+            laws.fit(kind, runs(planted_kind))
 
 
 @pytest.mark.parametrize("kind", ["data", "joint"])

@@ -44,13 +44,15 @@ def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rungs_are_all_pairs_of_sizes_and_small_ones_are_nested():
-    made = ladder.rung_configs(SIZES, STAGE_ONE, rows=75)
-    assert len({(str(one.document.backbone), one.epochs) for one in made}) == len(made) == 16
-    assert all(one.query.backbone == one.document.backbone for one in made)
-    orders = [Order(one, {"click/one": 75}) for one in made[:4]]
-    seen = [np.concatenate([order.batch(step) for step in range(order.steps)]).tolist() for order in orders]
-    assert [len(rows) for rows in seen] == [16, 24, 40, 64]
-    assert all(len(set(rows)) == len(rows) and set(rows) <= set(seen[3]) for rows in seen)
+    configs = ladder.rung_configs(SIZES, STAGE_ONE, rows=75)
+    assert len({(str(one.document.backbone), one.epochs) for one in configs}) == len(configs) == 16
+    assert all(one.query.backbone == one.document.backbone for one in configs)
+    orders = [Order(one, {"click/one": 75}) for one in configs[:4]]
+    rows_of_runs = [
+        np.concatenate([order.batch(step) for step in range(order.steps)]).tolist() for order in orders
+    ]
+    assert [len(rows) for rows in rows_of_runs] == [16, 24, 40, 64]
+    assert all(len(set(rows)) == len(rows) and set(rows) <= set(rows_of_runs[3]) for rows in rows_of_runs)
 
 
 def test_wide_models_may_learn_more_slowly():
@@ -69,15 +71,15 @@ def test_wide_models_may_learn_more_slowly():
         ({}, {"query": LookupConfig()}, "transformer"),
     ],
 )
-def test_what_cannot_be_a_rung_is_refused(sizes: dict[str, object], stage: dict[str, object], match: str):
+def test_an_impossible_rung_is_refused(sizes: dict[str, object], stage: dict[str, object], match: str):
     with pytest.raises(ConfigError, match=match):
         ladder.rung_configs(SIZES.model_copy(update=sizes), STAGE_ONE.model_copy(update=stage), rows=75)
 
 
 def test_equal_sizes_are_one_run():
     sizes = {"pairs": (16, 41, 47), "seeds": (0, 0), "backbones": BACKBONES[:1] * 2}
-    made = ladder.rung_configs(SIZES.model_copy(update=sizes), STAGE_ONE, rows=75)
-    assert [one.epochs for one in made] == [2 / 9, 5 / 9]
+    configs = ladder.rung_configs(SIZES.model_copy(update=sizes), STAGE_ONE, rows=75)
+    assert [one.epochs for one in configs] == [2 / 9, 5 / 9]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
         ]
 
 
-def test_a_row_says_what_was_trained(trained: list[Artifact]):
+def test_a_row_has_parameters_pairs_and_operations(trained: list[Artifact]):
     for artifact in trained[::4]:
         row = ladder.rung_row(artifact)
         weights = load_file(Path(artifact.file("document/model.safetensors")))
@@ -105,7 +107,7 @@ def test_a_row_says_what_was_trained(trained: list[Artifact]):
 
 
 def by_hand(uri: Path, *, lora: Lora | None = None, **counts: int) -> Artifact:
-    """What ten pairs leave behind: a query of 4 tokens, two documents of 10, three views of each."""
+    """Write the artifact of ten pairs: a query of 4 tokens, two documents of 10, three views of each."""
     towers = {
         name: getattr(STAGE_ONE, name).model_copy(update={"backbone": BACKBONES[0], "lora": lora})
         for name in ("query", "document")
@@ -119,44 +121,44 @@ def by_hand(uri: Path, *, lora: Lora | None = None, **counts: int) -> Artifact:
 # 2,560 weights in a layer, 16 wide; the forward and the backward pass are 1 + 2 times a matrix product.
 QUERY = 3 * (2 * 4 * 2560 + 4 * 4**2 * 16 // 2 + 2 * 16 * 16)
 DOCUMENT = 3 * (2 * 10 * 2560 + 4 * 10**2 * 16 // 2 + 2 * 3 * 16 * 16)
-# An adapter of rank 2 has 544; what is frozen needs no gradient of its own.
+# An adapter of rank 2 has 544 weights; frozen weights need no gradients.
 ADAPTED = (3 * 2 * 4 * 544 - 2 * 4 * 2560) + 2 * (3 * 2 * 10 * 544 - 2 * 10 * 2560)
 
 
 @pytest.mark.parametrize(("lora", "more"), [(None, 0), (Lora(rank=2), ADAPTED)])
-def test_operations_are_those_of_every_document_by_itself(tmp_path: Path, lora: Lora | None, more: int):
+def test_operations_are_counted_per_document(tmp_path: Path, lora: Lora | None, more: int):
     row = ladder.rung_row(by_hand(tmp_path, lora=lora, documents_per_pair=2))
     assert row["operations"] == 10 * (QUERY + 2 * DOCUMENT + more)
 
 
-def test_a_run_that_counted_no_documents_is_refused(tmp_path: Path):
+def test_a_run_without_a_count_of_documents_is_refused(tmp_path: Path):
     with pytest.raises(ArtifactError, match=r"an earlier version, .* train it again"):
         ladder.rung_row(by_hand(tmp_path))
 
 
 @pytest.mark.usefixtures("_few_draws")
 def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_path: Path):
-    made = ladder.build(SIZES, trained, output=str(tmp_path))
-    table, report = made.table("ladder"), made.read_json("report.json")
+    artifact = ladder.build(SIZES, trained, output=str(tmp_path))
+    table, report = artifact.table("ladder"), artifact.read_json("report.json")
     assert sorted(table["examples"].to_pylist()) == sorted([16, 40, 64] * 3)
-    assert set(report["laws"]) == {"joint"}  # three sizes are too few for a law of one
+    assert set(report["laws"]) == {"joint"}  # three sizes are too few for a law of one size
     assert set(report["laws"]["joint"]["constants"]) == {"a", "b", "alpha", "beta", "delta"}
     assert [split["operations"] for split in report["splits"]] == pytest.approx(
         [times * max(table["operations"].to_pylist()) for times in (1, 10, 100)]
     )
-    text = Path(made.file("report.md")).read_text()
+    text = Path(artifact.file("report.md")).read_text()
     assert "L(N, D)" in text
     assert report["laws"]["joint"]["degrees_of_freedom"] == 4
     assert re.search(r"9 runs, R² = .* degrees of freedom: 4", text)
     assert report["laws"]["joint"]["seed_scatter"] is None
     assert "more sizes are needed, at least 4 model sizes" in text
-    assert Path(made.file("joint.png")).read_bytes().startswith(b"\x89PNG")
+    assert Path(artifact.file("joint.png")).read_bytes().startswith(b"\x89PNG")
     again = ladder.build(SIZES, trained, output=str(tmp_path))
-    assert again.uri == made.uri
+    assert again.uri == artifact.uri
 
 
 def planted(models: tuple[float, ...]) -> pa.Table:
-    """A ladder of four amounts of data whose runs are those of a law."""
+    """Build the table of a ladder with four amounts of data and the entropies of a law."""
     return ladder.rung_table(
         [
             {"parameters": int(n), "examples": int(d), "tokens": int(100 * d), "operations": 600.0 * n * d}
@@ -173,10 +175,10 @@ def planted(models: tuple[float, ...]) -> pa.Table:
 
 
 @pytest.mark.usefixtures("_few_draws")
-def test_seeds_of_a_size_are_runs_of_their_own():
+def test_each_seed_of_a_size_is_a_run():
     assert LadderConfig().seeds == (0, 1, 2)
-    made = ladder.rung_configs(SIZES.model_copy(update={"seeds": (0, 1, 2)}), STAGE_ONE, rows=75)
-    assert len({(str(one.document.backbone), one.epochs, one.seed) for one in made}) == 48
+    configs = ladder.rung_configs(SIZES.model_copy(update={"seeds": (0, 1, 2)}), STAGE_ONE, rows=75)
+    assert len({(str(one.document.backbone), one.epochs, one.seed) for one in configs}) == 48
     rows = [
         row | {"seed": seed, "contrastive_entropy": row["contrastive_entropy"] * math.exp(error)}
         for row in planted((1e6, 1e7, 1e8)).to_pylist()
@@ -193,7 +195,7 @@ def test_seeds_of_a_size_are_runs_of_their_own():
 
 
 @pytest.mark.usefixtures("_few_draws")
-def test_laws_are_fitted_to_the_rungs_that_each_is_about():
+def test_each_law_is_fitted_to_its_rungs():
     table = planted((1e6, 1e7, 1e8, 1e9))
     fits = ladder.fit_laws(table)
     assert set(fits) == {"size", "data", "joint"}
@@ -206,11 +208,11 @@ def test_laws_are_fitted_to_the_rungs_that_each_is_about():
     )
     best = fits["joint"].split(10 * budget, per_parameter=600.0)
     assert report["splits"][1]["entropy"] == [*best["entropy"]]
-    alone = ladder.law_report(planted((1e9,)), ladder.fit_laws(planted((1e9,))))
-    assert ([*alone["laws"]], alone["splits"]) == (["data"], [])
+    single_size = ladder.law_report(planted((1e9,)), ladder.fit_laws(planted((1e9,))))
+    assert ([*single_size["laws"]], single_size["splits"]) == (["data"], [])
 
 
-def test_the_committed_laws_are_those_of_the_committed_runs():
+def test_the_committed_laws_fit_the_committed_runs():
     result = json.loads((ROOT / "docs/results/ladder.json").read_text(encoding="utf-8"))
     rows = [
         {"parameters": run["parameters"], "examples": run["pairs"], "tokens": 0, "seed": 0, "artifact": ""}
@@ -223,18 +225,18 @@ def test_the_committed_laws_are_those_of_the_committed_runs():
     for kind, name in (("size", "model size"), ("data", "data"), ("joint", "both")):
         committed = result["laws"][kind]
         assert committed["degrees_of_freedom"] == fits[kind].freedom
-        found = fits[kind].constants()["alpha"]
+        alpha = fits[kind].constants()["alpha"]
         # Entropies are committed with four decimals. The ends of an interval with few degrees of freedom
         # depend on the processor's rounding: one was 1.28 on one machine and 1.09 on another.
         value, *ends = committed["constants"]["alpha"]
-        assert value == pytest.approx(found.value, rel=0.05)
-        assert ends == pytest.approx([found.low, found.high], rel=0.2)
-        shown = "{:.2f} ({:.2f} to {:.2f})".format(*committed["constants"]["alpha"])
+        assert value == pytest.approx(alpha.value, rel=0.05)
+        assert ends == pytest.approx([alpha.low, alpha.high], rel=0.2)
+        interval = "{:.2f} ({:.2f} to {:.2f})".format(*committed["constants"]["alpha"])
         (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | "))
-        assert f"| {shown} | {committed['r2']:.3f} | {fits[kind].freedom} |" in line
+        assert f"| {interval} | {committed['r2']:.3f} | {fits[kind].freedom} |" in line
 
 
-def test_a_ladder_is_of_one_round():
+def test_a_ladder_needs_a_single_round():
     config = validate(RunConfig, {"dataset": {"name": "python_docs"}, "rounds": 2}, source="test")
-    with pytest.raises(ConfigError, match="one round"):
+    with pytest.raises(ConfigError, match="a single round"):
         pipeline.ladder(config)

@@ -1,4 +1,4 @@
-"""Examples of docs/guides/scaling.md: run anew, and held against arithmetic done by hand."""
+"""Examples of docs/guides/scaling.md: run again, and compared with calculations by hand."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ TEXT = DOCS.read_text(encoding="utf-8")
 
 
 def printed(command: str) -> str:
-    """The output of a command of the page."""
+    """Run a command of the page, and return its output."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert cli.main(shlex.split(command.replace("\\\n", " "))[1:]) == 0
@@ -34,7 +34,7 @@ def printed(command: str) -> str:
 
 
 def figures(text: str, label: str) -> list[float]:
-    """The numbers of a row of a plan, behind its label."""
+    """Return the numbers of a row of a plan, after its label."""
     (row,) = re.findall(rf"^  {re.escape(label)}  +(.*)$", text, flags=re.M)
     return [float(cell.replace(",", "")) for cell in re.findall(r"\d[\d,]*\.?\d*(?:e\+?\d+)?", row)]
 
@@ -44,20 +44,22 @@ def hours(operations: float, peak: float) -> float:
 
 
 def test_the_example_prints_what_the_page_shows():
-    assert printed(SHOWN_COMMAND).rstrip() == SHOWN.rstrip(), "run the command and paste what it prints"
+    assert printed(SHOWN_COMMAND).rstrip() == SHOWN.rstrip(), "run the command and paste its output"
 
 
 def test_two_billion_documents_by_hand():
-    # Qwen2.5-7B, a layer: queries and output 3584 x 3584, keys and values 3584 x 512, three of 3584 x 18944.
+    # Layer of Qwen2.5-7B: queries and output 3584 x 3584, keys and values 3584 x 512, three of 3584 x 18944.
     weights = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
     assert weights == 6_525_288_448
-    last = 28 * 3584 * 18944  # a layer's last product, which is not done anew
+    last = 28 * 3584 * 18944  # the last product of a layer, which is not recomputed
 
     def forward(tokens: int) -> float:
         return 2 * tokens * weights + 4 * tokens**2 * 28 * 3584 / 2  # causal: half of all pairs of tokens
 
     encode = 2e9 * forward(250)
-    pair = 4 * (forward(16) + 2 * forward(250)) - 2 * (16 + 2 * 250) * last  # forward, backward twice, again
+    pair = (
+        4 * (forward(16) + 2 * forward(250)) - 2 * (16 + 2 * 250) * last
+    )  # forward, backward (twice), forward
     student = 3 * (2 * 16 * 4 * (4 * 768**2 + 2 * 768 * 3072) + 4 * 16**2 * 4 * 768 + 2 * 768 * 128)
     distil = 1e8 * (forward(16) + 100 * student)
     work = {
@@ -66,8 +68,8 @@ def test_two_billion_documents_by_hand():
         "encode": hours(encode, 989e12) / 0.914,
     }
     for name, spent in work.items():
-        shown = figures(SHOWN, name)
-        assert shown == pytest.approx([spent, spent / 64 / 24, 4.0 * spent], rel=6e-3), name
+        row = figures(SHOWN, name)
+        assert row == pytest.approx([spent, spent / 64 / 24, 4.0 * spent], rel=6e-3), name
     assert figures(SHOWN, "together")[0] == pytest.approx(sum(work.values()), rel=1e-3)
     assert figures(SHOWN, "128 dimensions") == pytest.approx([512, 256, 512 * 0.023], abs=0.5)
     assert figures(SHOWN, "GB of one version in searchers") == [round(2 * (170.1 + 105.5 - 56.1))]
@@ -83,10 +85,10 @@ def test_two_billion_documents_by_hand():
         fan_out = 20_000 * call * (shards - 1) / 0.6
         monthly[memory] = (shards * replicas * cores + fan_out) * (0.03 + 8 * 0.004) * 730
         label = f"{memory:,} GB, {cores:g} cores" + (" (cheapest)" if memory == 1024 else "")
-        wanted = [shards, replicas, shards * replicas, spent / shards / 1000, fan_out, monthly[memory]]
-        assert figures(SHOWN, label) == pytest.approx(wanted, rel=5e-3), memory
+        expected = [shards, replicas, shards * replicas, spent / shards / 1000, fan_out, monthly[memory]]
+        assert figures(SHOWN, label) == pytest.approx(expected, rel=5e-3), memory
     assert min(monthly.values()) == monthly[1024]
-    # Rates were measured at 9.6796875 tokens a query, these have 16.
+    # Rates were measured at 9.6796875 tokens per query; these queries have 16.
     slower = 16 / 9.6796875
     encoders, gateways = ceil(20_000 / 153.6022 * slower / 0.6), ceil(20_000 * 2 / 501 / 0.6)
     assert (encoders, gateways) == (359, 134)
@@ -108,32 +110,32 @@ def test_ten_million_documents_by_hand():
     assert figures(plan, "encode") == pytest.approx([encode, encode / 24, 0.7 * encode], rel=6e-3)
     assert figures(plan, "together")[0] == 19.1  # GPU hours on the page
     assert (figures(plan, "once")[0], figures(plan, "a month")[0]) == (14.6, 362)
-    # One node holds it, one core answers: half of the cost is the second copy.
+    # One node holds the index, and one core answers: half of the cost is the second copy.
     month = 2 * 2 * 0.062 * 730
     row = figures(plan, "16 GB, 2 cores (cheapest)")
     assert row == pytest.approx([1, 2, 2, 1.55, 0, month], abs=0.1)
 
 
-def test_the_table_of_the_laws_has_their_values():
+def test_the_table_of_laws_has_their_values():
     size, data = {"c": 3.82e5, "alpha": 0.14, "delta": 0.18}, {"c": 2.60e3, "alpha": 0.14, "delta": 1.4e-7}
     joint = {"a": 3.15e5, "b": 1.16e2, "alpha": 0.12 * 0.770, "beta": 0.770, "delta": 0.108}
     small, seven, half = 809_724.0, 6.53e9, 3.58e8
-    wanted = [
+    expected = [
         (power_law(half, **size), None, joint_law(half, small, **joint)),
         (power_law(seven, **size), power_law(small, **data), joint_law(seven, small, **joint)),
         (None, power_law(1e8, **data), joint_law(seven, 1e8, **joint)),
     ]
     lines = [line for line in TEXT.splitlines() if line.startswith("| Qwen2.5-")]
-    assert len(lines) == len(wanted)
-    for line, values in zip(lines, wanted, strict=True):
+    assert len(lines) == len(expected)
+    for line, values in zip(lines, expected, strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")[1:]]
         assert cells == ["" if value is None else f"{value:.3f}" for value in values]
-    # The pairs at which a 7B model is best by Eq. 20: B / (0.12 (A/N)^0.12).
+    # The number of pairs at which a 7B model is optimal by Eq. 20: B / (0.12 (A/N)^0.12).
     assert round(116 / (0.12 * (3.15e5 / seven) ** 0.12)) == 3186
 
 
 @pytest.mark.parametrize("page", training_tables.PAGES)
-def test_tables_of_the_docs_are_those_of_the_configs(page: str):
+def test_tables_of_the_docs_match_the_configs(page: str):
     text = (training_tables.ROOT / page).read_text(encoding="utf-8")
     assert text == training_tables.renewed(page), "run `python tests/training_tables.py`"
 

@@ -1,4 +1,4 @@
-"""New documents get the embeddings and codes that the offline stages would give them, one or many at once."""
+"""New documents, one or many, get the embeddings and codes that the offline stages would give them."""
 
 import json
 from pathlib import Path
@@ -40,15 +40,15 @@ BRAND = (Feature(kind="categorical", column="brand"),)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
-    """A run's artifacts, made by the stages' own functions."""
+    """Build the artifacts of a run by the functions of its stages."""
     folder = tmp_path_factory.mktemp("run")
     dataset = tiny.dataset(str(folder / "dataset"), count=COUNT)
-    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    tokenizer = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     draft = Draft(str(folder / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = dual_encoder.build_tower(
-        tiny.document_tower(), role="document", dim=DIM, tokenizer_json=learnt, seed=0
+    tower = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=DIM, tokenizer_json=tokenizer, seed=0
     )
-    made.save(Path(draft.path("document")))
+    tower.save(Path(draft.path("document")))
     towers = draft.commit(counts={})
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
@@ -66,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
 def fused(
     run: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Artifact, DocumentFusion]:
-    """The embeddings with networks beside them, as the stage `fuse` leaves them."""
+    """Build embeddings with fusion networks, like the stage `fuse`."""
     brands = pa.table({"brand": ["a", "b", "a"]})
     config = DocumentSide(features=BRAND)
     codebooks = torch.randn(3, 8, DIM, generator=torch.Generator().manual_seed(0))
@@ -74,7 +74,7 @@ def fused(
     network = DocumentNetwork(config, encodings, semantic_ids=SemanticIdEmbedding(codebooks))
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter.add_(0.3)  # the gate, shut at the start, is open
+            parameter.add_(0.3)  # opens the gate, which is closed at the start
     fusion = DocumentFusion(network)
     draft = Draft(
         str(tmp_path_factory.mktemp("fused") / "fused"), kind="embeddings", config=tiny.Nothing(), parents={}
@@ -85,7 +85,7 @@ def fused(
     return draft.commit(counts={}), fusion
 
 
-def test_a_single_document_is_encoded_as_among_all_others(run):
+def test_a_single_document_is_encoded_like_in_the_corpus(run):
     flow = DocumentFlow.load(run["towers"], run["semantic_ids"], run["embeddings"])
     bulk = run["embeddings"].table("embeddings")
     matrix = arrow.to_numpy(bulk["summary"])
@@ -101,32 +101,32 @@ def test_a_single_document_is_encoded_as_among_all_others(run):
         np.testing.assert_array_equal(codes, kmeans.encode_nearest(single, flow.codebooks))
 
 
-def test_words_weigh_as_in_the_collection(run, tmp_path, monkeypatch):
+def test_words_get_the_weights_of_the_collection(run, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     dataset = run["embeddings"].manifest.parents["dataset"]["uri"]
     words = lexical.run(BM25Config(), dataset=dataset, output=str(tmp_path / "bm25"))
     flow = DocumentFlow.load(run["towers"], run["semantic_ids"], run["embeddings"], words)
     bulk, offline = open_artifact(dataset, kind="dataset").table("documents"), words.table("terms")
-    found = flow(bulk).table
+    encoded = flow(bulk).table
     for name in SPARSE.names:
-        assert found[name].to_pylist() == offline[name].to_pylist()
+        assert encoded[name].to_pylist() == offline[name].to_pylist()
     row = {**bulk.slice(0, 1).to_pylist()[0], "title": "", "topic": "", "content": "unheardof"}
     assert flow(pa.Table.from_pylist([row], schema=bulk.schema)).table["terms"].to_pylist() == [[]]
 
 
-def test_what_was_fused_is_fused_again(run, fused):
+def test_new_documents_of_a_fused_run_are_fused(run, fused):
     embeddings, fusion = fused
     documents = pa.Table.from_pylist([{**row, "brand": "b"} for row in tiny.document_rows(3)])
     plain = DocumentFlow.load(run["towers"], run["semantic_ids"], run["embeddings"])(documents).table
     ready = DocumentFlow.load(run["towers"], run["semantic_ids"], embeddings)(documents).table
     codes = np.array(plain["codes"].to_pylist())
     expected = fusion.fuse(documents, arrow.to_numpy(plain["summary"]), codes)
-    found = arrow.to_numpy(ready["summary"])
-    np.testing.assert_allclose(found, expected, **CLOSE)
-    assert np.abs(found - arrow.to_numpy(plain["summary"])).max() > 0.01
+    actual = arrow.to_numpy(ready["summary"])
+    np.testing.assert_allclose(actual, expected, **CLOSE)
+    assert np.abs(actual - arrow.to_numpy(plain["summary"])).max() > 0.01
 
 
-def test_texts_that_are_written_lose_the_spaces_at_their_ends():
+def test_white_space_at_the_ends_of_texts_is_stripped():
     schema = pa.schema({name: pa.string() for name in DOCUMENT_COLUMNS})
     table, rejected = documents_table([{"doc_id": "a", "title": " a ", "content": "\tb  c\n"}], schema)
     assert not rejected
@@ -156,8 +156,8 @@ def test_a_folder_of_markdown_is_ingested(run, tmp_path, monkeypatch):
 def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     rows = tiny.document_rows(20)
-    rows[3]["title"] = "word " * 90  # more than the model reads, less than the intake cuts off
-    rows[5]["content"] = "word " * 900  # read as far as the model reads
+    rows[3]["title"] = "word " * 90  # longer than the model reads, shorter than the limit of `prepare`
+    rows[5]["content"] = "word " * 900  # cut at the limit of the model
     lines = [*(json.dumps(row) for row in rows), "{not json", json.dumps({"doc_id": "empty"})]
     (tmp_path / "new.jsonl").write_text("\n".join(lines))
     new = ingest.describe_file(
@@ -177,8 +177,8 @@ def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path, monkeypatch
     )
     expected = flow(pa.Table.from_pylist([row for row in rows if len(row["title"]) < 90])).table
     assert ready.table("ready")["doc_id"].to_pylist() == expected["doc_id"].to_pylist()
-    found = arrow.to_numpy(ready.table("ready")["summary"])
-    np.testing.assert_allclose(found, arrow.to_numpy(expected["summary"]), **CLOSE)
+    actual = arrow.to_numpy(ready.table("ready")["summary"])
+    np.testing.assert_allclose(actual, arrow.to_numpy(expected["summary"]), **CLOSE)
     assert ingest.run(config, new, **run, output=str(tmp_path / "taken")).digest == ready.digest
     before = ingest.output_uri("runs/x", new)
     (tmp_path / "new.jsonl").write_text(lines[0])
@@ -190,17 +190,17 @@ def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path, monkeypatch
         ingest.run(config, bad, **run, output=str(tmp_path / "bad"))
 
 
-def test_from_the_command_line(run, tmp_path, monkeypatch, capsys):
+def test_the_command_line_ingests_a_file(run, tmp_path, monkeypatch, capsys):
     without_ray(monkeypatch)
-    found = {
+    artifacts = {
         "dataset": tiny.dataset(str(tmp_path / "like"), count=8),
         "dual_encoder": run["towers"],
         "semantic_ids": run["semantic_ids"],
         "embeddings": run["embeddings"],
     }
-    made_by = load(RunConfig, ["configs/quickstart/medquad.yaml"])
-    monkeypatch.setattr(pipeline, "load_run", lambda _: made_by)
-    monkeypatch.setattr(pipeline, "locate", lambda _, kind: found[kind])
+    last_run = load(RunConfig, ["configs/quickstart/medquad.yaml"])
+    monkeypatch.setattr(pipeline, "load_run", lambda _: last_run)
+    monkeypatch.setattr(pipeline, "locate", lambda _, kind: artifacts[kind])
     rows = [{**row, "name": row["title"]} for row in tiny.document_rows(3)]
     for row in rows:
         del row["title"]
@@ -208,19 +208,21 @@ def test_from_the_command_line(run, tmp_path, monkeypatch, capsys):
     words = ["ingest", str(tmp_path / "new.jsonl"), "--run", str(tmp_path)]
     assert main([*words, "--title-column", "name", "--set", "resources.workers=1"]) == 0
     assert "3 documents, 0 set aside" in capsys.readouterr().out
-    for wrong, message in (("title", "not of the form ours=theirs"), ("title=name", "give --id-column")):
+    for wrong, message in (("title", "give OURS=THEIRS"), ("title=name", "give --id-column")):
         assert main([*words, "--column", wrong]) == 2
         assert message in capsys.readouterr().err
 
 
-def test_a_file_is_read_as_the_runs_own_was(run, tmp_path):
+def test_a_file_is_read_with_the_column_names_of_the_run(run, tmp_path):
     like = tiny.dataset(str(tmp_path / "like"), count=8)
-    own = {"content": "inhalt", "title": "name"}
+    columns = {"content": "inhalt", "title": "name"}
     new = {"docid": "7", "inhalt": "long words", "lang": "de"}
     (tmp_path / "new.jsonl").write_text(json.dumps(new))
-    described = ingest.describe_file(str(tmp_path / "new.jsonl"), {}, like=like, made_by=own)
-    assert described.documents.columns == {"content": "inhalt"}  # it has no column of titles
-    (row,) = read_documents(described).rows("documents")
+    description = ingest.describe_file(str(tmp_path / "new.jsonl"), {}, like=like, made_by=columns)
+    assert description.documents.columns == {"content": "inhalt"}  # the file has no column of titles
+    (row,) = read_documents(description).rows("documents")
     assert row == {"doc_id": "7", "content": "long words"}
-    described = ingest.describe_file(str(tmp_path / "new.jsonl"), {"content": "lang"}, like=like, made_by=own)
-    assert described.documents.columns == {"content": "lang"}
+    description = ingest.describe_file(
+        str(tmp_path / "new.jsonl"), {"content": "lang"}, like=like, made_by=columns
+    )
+    assert description.documents.columns == {"content": "lang"}

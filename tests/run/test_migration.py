@@ -1,4 +1,4 @@
-"""Another model beside the served one: what is built, in which order, what a kill costs, what is refused."""
+"""Migration to another model: built artifacts, kills in between, and refused requests."""
 
 import json
 import os
@@ -26,15 +26,15 @@ from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import open_artifact
 from two_models import WIDTH, indexed_run
 
-# In a process of its own, which kills itself behind the sixth part that it encodes.
+# A separate process, which kills itself after the sixth part that it encodes.
 KILLED = """
 import os, signal, sys
 from scalingnote.cli.main import main
 from scalingnote.encode.documents import DocumentPartEncoder
-encode, done = DocumentPartEncoder.__call__, []
+encode, names = DocumentPartEncoder.__call__, []
 def encode_or_die(self, name, part):
-    done.append(name)
-    if len(done) > 6:
+    names.append(name)
+    if len(names) > 6:
         os.kill(os.getpid(), signal.SIGKILL)
     return encode(self, name, part)
 DocumentPartEncoder.__call__ = encode_or_die
@@ -49,43 +49,43 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def run(built: tuple[Path, Path], tmp_path: Path) -> tuple[str, str]:
-    """A copy of the run, for a test to change, and the other model."""
+    """Return a copy of the run, which a test may change, and the other model."""
     shutil.copytree(built[0], tmp_path / "run")
     return str(tmp_path / "run"), str(built[1])
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each part of the documents is encoded, in this process."""
+    """Count how often this process encodes each part of the documents."""
     without_ray(monkeypatch)
-    seen, encode = Counter[str](), documents.DocumentPartEncoder.__call__
+    counts, encode = Counter[str](), documents.DocumentPartEncoder.__call__
 
     def count(self: documents.DocumentPartEncoder, name: str, part: object) -> object:
-        seen[name] += 1
+        counts[name] += 1
         return encode(self, name, part)
 
     monkeypatch.setattr(documents.DocumentPartEncoder, "__call__", count)
-    return seen
+    return counts
 
 
 def migrated(run_dir: str, to: str, *overrides: str) -> Migration:
-    begun = migration.begin(run_dir, to, overrides)
-    migration.build(begun)
-    migration.compare(begun)
+    prepared = migration.begin(run_dir, to, overrides)
+    migration.build(prepared)
+    migration.compare(prepared)
     return migration.read(run_dir)
 
 
-def test_the_plan_says_what_is_there_and_starts_nothing(run, capsys):
+def test_the_plan_lists_finished_stages_and_starts_nothing(run, capsys):
     run_dir, other = run
     before = sorted(Path(run_dir).rglob("*"))
     assert main(["migrate", "--run", run_dir, "--to", other, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = dict([cell.strip() for cell in line.split("|")[1:3]] for line in lines if "|" in line)
     assert rows["documents"] == "96"
-    assert rows["stages that are there"] == "prepare"
+    assert rows["finished stages"] == "prepare"
     assert rows["stages to run"] == "adopt, encode, quantize, index"
     tokens = open_artifact(only(run_dir, "encode"), kind="embeddings").manifest.info["encoding"]["tokens"]
-    assert rows["tokens of them, as the old model reads them"] == f"{int(tokens):,}"
+    assert rows["their tokens, by the old model"] == f"{int(tokens):,}"
     assert rows["time on the same machines, about"].endswith(" s")
     assert sorted(Path(run_dir).rglob("*")) == before
 
@@ -100,19 +100,19 @@ def test_both_models_are_compared_and_documents_encoded_once(run, encoded, capsy
     assert main(["migrate", "--run", run_dir, "--to", other]) == 0
     assert len(encoded) == 24
     assert set(encoded.values()) == {1}
-    shown = capsys.readouterr().out
-    assert f"migrate --run {run_dir} --cut-over" in shown
+    output = capsys.readouterr().out
+    assert f"migrate --run {run_dir} --cut-over" in output
 
-    found = migration.read(run_dir)
-    made = open_artifact(str(found.comparison), kind="comparison")
-    report = made.read_json("report.json")
+    result = migration.read(run_dir)
+    comparison = open_artifact(str(result.comparison), kind="comparison")
+    report = comparison.read_json("report.json")
     before, after = report["pairs"]["before"], report["pairs"]["after"]
     assert (before["dim"], after["dim"]) == (32, WIDTH)
     assert after["bytes"]["index"] < before["bytes"]["index"]
     assert report["queries"] == {"source": "the test split", "count": 10}
-    # What is written of the answers is what both indexes answer.
-    rows = made.table("queries.parquet").to_pylist()
-    for name, config in (("before", found.before), ("after", found.after)):
+    # The stored answers are those of both indexes.
+    rows = comparison.table("queries.parquet").to_pylist()
+    for name, config in (("before", result.before), ("after", result.after)):
         encoder = pair_comparison.QueryEncoder(pipeline.locate(config, "dual_encoder").directory("query"))
         searcher = Searcher.open(pipeline.locate(config, "index").uri)
         hits = searcher.search(encoder.encode([row["query"] for row in rows]), k=10)
@@ -121,40 +121,40 @@ def test_both_models_are_compared_and_documents_encoded_once(run, encoded, capsy
     assert [row["overlap@10"] for row in rows] == pytest.approx(shares)
     assert report["overlap@10"] == pytest.approx(np.mean(shares))
     assert 0 < report["overlap@10"] < 1
-    # Of each query the document that it was made of is the only relevant one.
+    # The only relevant document of a query is its source.
     relevant = {row["query"]: place for row in rows for place in (row["before"], row["after"])}
     assert len(relevant) == len(rows)
     assert report["judged"] == 10
     assert 0 < before["measures"]["nDCG@10"] <= 1
     assert after["measures"]["nDCG@10"] != before["measures"]["nDCG@10"]
-    assert f"{before['measures']['nDCG@10']:.4f}" in shown
-    assert "nDCG@10" in made.read_bytes("report.md").decode()
-    # The run that searches open is the one before, until the change.
-    assert pipeline.load_run(run_dir) == found.before
+    assert f"{before['measures']['nDCG@10']:.4f}" in output
+    assert "nDCG@10" in comparison.read_bytes("report.md").decode()
+    # Searches open the old run until the cut-over.
+    assert pipeline.load_run(run_dir) == result.before
 
     encoded.clear()
     assert main(["migrate", "--run", run_dir, "--to", other]) == 0
     assert not encoded
-    assert migration.read(run_dir).comparison == found.comparison
+    assert migration.read(run_dir).comparison == result.comparison
 
 
-def test_a_killed_migration_goes_on_and_encodes_nothing_twice(run, encoded):
+def test_a_killed_migration_resumes_without_encoding_twice(run, encoded):
     run_dir, other = run
-    killed = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", KILLED, "migrate", "--run", run_dir, "--to", other],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         check=False,
         timeout=300,
     )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()[-2000:]
     records = [json.loads(path.read_text()) for path in Path(run_dir).glob("encode/*/_work/parts/*.json")]
     assert 0 < len(records) <= 6
     assert migration.read(run_dir).comparison is None
-    found = migrated(run_dir, other)
+    result = migrated(run_dir, other)
     assert len(encoded) == 24 - len(records)
     assert set(encoded.values()) == {1}
-    table = pipeline.locate(found.after, "embeddings").table("embeddings", ["doc_id"])
+    table = pipeline.locate(result.after, "embeddings").table("embeddings", ["doc_id"])
     assert table["doc_id"].to_pylist() == [f"d{number:03d}" for number in range(96)]
 
 
@@ -162,28 +162,28 @@ def test_another_student_needs_no_encoding(run, encoded):
     run_dir, _ = run
     before = pipeline.load_run(run_dir)
     assert before.adopt is not None
-    begun = migration.begin(run_dir, before.adopt.path, ["index.nprobe=1"])
-    table = migration.plan(begun)
+    prepared = migration.begin(run_dir, before.adopt.path, ["index.nprobe=1"])
+    table = migration.plan(prepared)
     assert ["stages to run", "index"] in [list(row) for row in table.rows]
-    migration.build(begun)
+    migration.build(prepared)
     assert not encoded
 
 
-def test_a_config_is_laid_over_what_both_runs_share(run, tmp_path):
+def test_a_config_file_gets_the_sections_that_runs_share(run, tmp_path):
     run_dir, other = run
     file = tmp_path / "other.yaml"
     file.write_text(yaml.safe_dump({"adopt": {"path": other}, "distill": None, "index": {"nlist": 4}}))
-    begun = migration.begin(run_dir, str(file), ["index.nprobe=3"])
-    assert begun.after.dataset == begun.before.dataset
-    assert (begun.after.index.nlist, begun.after.index.nprobe) == (4, 3)
-    assert begun.after.quantize != begun.before.quantize  # the file's run is a whole one
-    assert begun.after.run_dir == run_dir
+    prepared = migration.begin(run_dir, str(file), ["index.nprobe=3"])
+    assert prepared.after.dataset == prepared.before.dataset
+    assert (prepared.after.index.nlist, prepared.after.index.nprobe) == (4, 3)
+    assert prepared.after.quantize != prepared.before.quantize  # the file is a complete config
+    assert prepared.after.run_dir == run_dir
     file.write_text(yaml.safe_dump({"adopt": {"path": other}, "dataset": {"documents_per_part": 8}}))
-    with pytest.raises(ConfigError, match="is of other documents than the run in"):
+    with pytest.raises(ConfigError, match="has other documents than the run in"):
         migration.begin(run_dir, str(file))
 
 
-def test_the_limits_of_a_text_stay_and_what_describes_the_old_model_goes(run):
+def test_limits_of_texts_are_kept_for_the_new_model(run):
     run_dir, other = run
     pipeline.make_current(
         pipeline.load_run(run_dir).model_copy(
@@ -194,13 +194,13 @@ def test_the_limits_of_a_text_stay_and_what_describes_the_old_model_goes(run):
             }
         )
     )
-    with pytest.raises(ArtifactError, match="run stage 'adopt' first"):  # the recorded run is another one now
+    with pytest.raises(ArtifactError, match="run stage 'adopt' first"):  # run.yaml has another run now
         migration.begin(run_dir, other)
     after = migration._after(pipeline.load_run(run_dir), other, [])
     assert after.adopt.model_dump(exclude_defaults=True) == {"path": other, "document_max_length": 20}
 
 
-def test_what_cannot_be_migrated_is_refused_before_work(run, tmp_path):
+def test_impossible_migrations_are_refused_before_work(run, tmp_path):
     run_dir, other = run
     with pytest.raises(ConfigError, match="no run at"):
         migration.begin(str(tmp_path / "nowhere"), other)
@@ -213,7 +213,7 @@ def test_what_cannot_be_migrated_is_refused_before_work(run, tmp_path):
     assert before.adopt is not None
     with pytest.raises(ConfigError, match="there is nothing to migrate"):
         migration.begin(run_dir, before.adopt.path)
-    with pytest.raises(ConfigError, match=r"serve\.live is another one"):
+    with pytest.raises(ConfigError, match=r"serve\.live differs"):
         migration.begin(run_dir, other, [f"serve.live.folder={tmp_path}/live"])
     live = LiveServe(folder=str(tmp_path / "live"), delta=True)
     pipeline.make_current(before.model_copy(update={"serve": ServeConfig(live=live)}))
@@ -223,27 +223,27 @@ def test_what_cannot_be_migrated_is_refused_before_work(run, tmp_path):
         migration.read(run_dir)
 
 
-def test_a_model_that_is_not_there_ends_with_one_line(run, capsys, monkeypatch):
+def test_a_missing_model_ends_with_one_line(run, capsys, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["migrate", "--run", run[0], "--to", "no/such-model"]) == 2
     assert "'no/such-model' is neither a folder nor a model" in capsys.readouterr().err
 
 
-def test_queries_of_the_log_come_first(run, encoded, tmp_path):
+def test_queries_of_the_access_log_are_preferred(run, encoded, tmp_path):
     run_dir, other = run
     logs = tmp_path / "logs"
     logs.mkdir()
-    sent = ["bakoli", "bakoli", "menura"]
-    lines = [access_lines.line(query=query) for query in sent]
+    logged = ["bakoli", "bakoli", "menura"]
+    lines = [access_lines.line(query=query) for query in logged]
     lines += [access_lines.line(query="refused", status=422), access_lines.line(query=None), b"torn"]
     lines.append(access_lines.line(query="similar", path="/similar"))
     (logs / "access-gateway.jsonl").write_bytes(b"".join(lines))
-    found = migrated(run_dir, other, f"serve.access_log={logs}")
-    assert found.after.serve.access_log == str(logs)
-    report = open_artifact(str(found.comparison), kind="comparison").read_json("report.json")
+    result = migrated(run_dir, other, f"serve.access_log={logs}")
+    assert result.after.serve.access_log == str(logs)
+    report = open_artifact(str(result.comparison), kind="comparison").read_json("report.json")
     assert report["queries"] == {"source": f"the access log in {logs}", "count": 3}
-    assert {row["query"] for row in report["changed"]} == {"bakoli", "menura"}  # each once
-    assert sorted(pair_comparison.log_queries(str(logs), most=2)) in ([*sent[:2]], sorted(sent[1:]))
+    assert {row["query"] for row in report["changed"]} == {"bakoli", "menura"}  # each query once
+    assert sorted(pair_comparison.log_queries(str(logs), most=2)) in ([*logged[:2]], sorted(logged[1:]))
     with pytest.raises(DataError, match="no file at"):
         pair_comparison.log_queries(str(tmp_path / "nothing"))

@@ -26,66 +26,66 @@ def method(name: str, *overrides: str) -> list[Stage]:
 
 
 def parameters(stage: Stage) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a stage's job."""
+    """Return the parameters of the job of a stage."""
     return inspect.signature(stage.function()).parameters
 
 
 @pytest.mark.parametrize("stage", [*RUN_STAGES, CROSS_TEACHER, CROSS_ENCODE], ids=lambda stage: stage.job)
-def test_a_job_takes_what_its_stage_reads(stage: Stage):
-    required = {name for name, found in parameters(stage).items() if found.default is not None}
+def test_a_job_takes_the_inputs_of_its_stage(stage: Stage):
+    required = {name for name, parameter in parameters(stage).items() if parameter.default is not None}
     assert required == {"config", *stage.reads, "output"}
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_reads_what_it_builds(name: str, rounds: int):
+def test_every_stage_of_a_method_reads_built_artifacts(name: str, rounds: int):
     try:
-        wanted = method(name, f"rounds={rounds}")
+        order = method(name, f"rounds={rounds}")
     except ConfigError:
-        assert rounds > 1  # not of what takes stage I's place
+        assert rounds > 1  # methods that replace stage I have one round
         return
-    for number, stage in enumerate(wanted):
-        before = wanted[:number]
-        assert {*stage.reads} <= {found.builds for found in before}
+    for number, stage in enumerate(order):
+        before = order[:number]
+        assert {*stage.reads} <= {earlier.builds for earlier in before}
         assert {*stage.reads} <= {*parameters(stage)}
-        assert {builder for _, builder in stage.earlier} <= {found.name for found in before}
+        assert {builder for _, builder in stage.earlier} <= {earlier.name for earlier in before}
 
 
-def test_a_student_reads_documents_only_where_a_loss_does():
+def test_a_student_reads_documents_only_if_a_loss_does():
     names = [stage.name for stage in method("scalingnote")]
     assert names[3:] == ["train", "teacher", "distill", "encode", "quantize", "index", "evaluate"]
-    found = {stage.name: stage for stage in method("embeddistill:matching")}
-    assert list(found)[3:] == ["train", "teacher", "encode", "distill", "quantize", "index", "evaluate"]
-    assert found["distill"].reads == ("query_embeddings", "triplets", "embeddings")
-    assert not found["evaluate"].earlier
+    by_name = {stage.name: stage for stage in method("embeddistill:matching")}
+    assert list(by_name)[3:] == ["train", "teacher", "encode", "distill", "quantize", "index", "evaluate"]
+    assert by_name["distill"].reads == ("query_embeddings", "triplets", "embeddings")
+    assert not by_name["evaluate"].earlier
 
 
 def test_a_symmetric_student_embeds_the_documents_again():
-    found = {stage.name: stage for stage in method("embeddistill:scores")}
-    assert list(found)[5:8] == ["encode", "distill", "encode_student"]
-    assert found["distill"].reads == ("query_embeddings", "triplets", "embeddings", "dataset")
-    assert found["encode_student"].reads == ("dataset", "student")
-    assert found["evaluate"].earlier == (("teacher_embeddings", "encode"),)
+    by_name = {stage.name: stage for stage in method("embeddistill:scores")}
+    assert list(by_name)[5:8] == ["encode", "distill", "encode_student"]
+    assert by_name["distill"].reads == ("query_embeddings", "triplets", "embeddings", "dataset")
+    assert by_name["encode_student"].reads == ("dataset", "student")
+    assert by_name["evaluate"].earlier == (("teacher_embeddings", "encode"),)
 
 
-def test_a_cross_encoder_takes_stage_ones_place():
-    found = {stage.name: stage for stage in method("embeddistill:ce-matching")}
+def test_a_cross_encoder_replaces_stage_one():
+    by_name = {stage.name: stage for stage in method("embeddistill:ce-matching")}
     names = ["cross_encoder", "teacher", "encode", "distill", "quantize", "index", "evaluate"]
-    assert list(found)[3:] == names
-    assert all(stage.job.startswith("train.cross_encoder.job:") for stage in list(found.values())[3:6])
-    assert found["evaluate"].reads == ("dataset", "embeddings", "index", "student")
+    assert list(by_name)[3:] == names
+    assert all(stage.job.startswith("train.cross_encoder.job:") for stage in list(by_name.values())[3:6])
+    assert by_name["evaluate"].reads == ("dataset", "embeddings", "index", "student")
     with pytest.raises(ConfigError, match="set distill"):
         load(RunConfig, [CONFIG], ["distill=null", "cross_encoder={}"])
 
 
-def test_a_token_wise_tower_is_no_teacher():
+def test_a_token_wise_tower_cannot_teach():
     lightretriever = [CONFIG, CONFIGS / "methods/lightretriever.yaml"]
     assert load(RunConfig, lightretriever).distill is None
-    with pytest.raises(ConfigError, match="is no teacher: set distill to null"):
+    with pytest.raises(ConfigError, match="cannot teach: set distill to null"):
         load(RunConfig, lightretriever, ["distill.epochs=1"])
 
 
-def test_a_second_round_trains_on_what_the_first_one_mined():
+def test_a_second_round_trains_on_mined_negatives():
     one, two = (load(RunConfig, [CONFIG], [f"rounds={rounds}"]) for rounds in (1, 2))
     names = [stage.name for stage in stages.of(two)]
     assert names[:7] == ["prepare", "planner", "collect", "train@1", "encode@1", "mine@1", "train"]
@@ -106,8 +106,8 @@ def test_a_run_directory_can_be_moved(tmp_path: Path):
     assert moved == config.model_copy(update={"run_dir": str(tmp_path / "there")})
 
 
-def test_a_run_that_fails_leaves_what_is_served_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Until everything is there that is served; measuring it may fail."""
+def test_a_failed_run_does_not_change_the_served_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The served run changes when its index is built, even if evaluation fails."""
     first, second = (load(RunConfig, [CONFIG], [f"run_dir={tmp_path}", f"train.epochs={n}"]) for n in (1, 2))
     pipeline.run(first, [])
     *before, last = stages.of(second)
@@ -124,16 +124,16 @@ def test_a_run_that_fails_leaves_what_is_served_as_it_was(tmp_path: Path, monkey
     assert pipeline.load_run(str(tmp_path)) == second
 
 
-def test_fusion_stands_between_quantize_and_index():
+def test_fusion_runs_between_quantize_and_index():
     with_student, without = (
         load(RunConfig, [CONFIG], ["fuse={}", more]) for more in ("rounds=1", "distill=null")
     )
     assert "fuse" not in [stage.name for stage in stages.of(load(RunConfig, [CONFIG]))]
     for config, tower in ((with_student, "student"), (without, "dual_encoder")):
-        found = {stage.name: stage for stage in stages.of(config)}
-        assert list(found)[-4:] == ["quantize", "fuse", "index", "evaluate"]
-        assert found["fuse"].reads == ("dataset", "planner", "embeddings", "semantic_ids", tower)
-        assert found["fuse"].builds == "embeddings"
-    # The dual encoder was trained with the plain embeddings; who is served is measured in the final ones.
+        by_name = {stage.name: stage for stage in stages.of(config)}
+        assert list(by_name)[-4:] == ["quantize", "fuse", "index", "evaluate"]
+        assert by_name["fuse"].reads == ("dataset", "planner", "embeddings", "semantic_ids", tower)
+        assert by_name["fuse"].builds == "embeddings"
+    # The dual encoder was trained with plain embeddings, but the served tower is measured with final ones.
     evaluate = [stages.of(config)[-1].earlier for config in (with_student, without)]
     assert evaluate == [(("teacher_embeddings", "encode"),), ()]

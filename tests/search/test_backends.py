@@ -1,4 +1,4 @@
-"""Every engine behind a service finds the same: the own index, Qdrant's local mode, Milvus Lite."""
+"""All search backends find the same documents: files of an index, local mode of Qdrant, Milvus Lite."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ PARTS, DIM, TERMS, QUERIES = (110, 130), 16, 60, 12
 ROWS = sum(PARTS)
 FILTERS = ("topic", "price", "rating", "in stock", "größe")
 COLLECTION = "documents"
-# Every list is scanned and every document re-ranked by its floats.
+# All lists are scanned, and all documents are re-ranked by float vectors.
 EXACT = IndexConfig(
     shards=3,
     family=FastScan(refine="flat"),
@@ -47,7 +47,7 @@ Found = list[tuple[str, float]]  # ids and scores of an answer, best first
 
 
 def doc_id(row: int) -> str:
-    """Ids as they occur, and as a language of filters may not expect them."""
+    """Return usual ids, and ids with characters that a language of filters must escape."""
     return (f"d{row}", f"https://é.example/{row}?q=1&r='2'", f'"{row}" \\ 文書\t{row}')[row % 3]
 
 
@@ -70,11 +70,12 @@ class Corpus:
         return SparseRows(offsets, at[1].astype(np.int32), rows[at].astype(np.float32))
 
     def best(self, scores: np.ndarray, k: int, *, keep: np.ndarray | None = None) -> list[Found]:
-        """The k documents with the largest scores, by brute force."""
+        """Find the k documents with the largest scores by brute force."""
         rows = np.arange(ROWS) if keep is None else np.flatnonzero(keep)
         order = [rows[np.argsort(-line[rows], kind="stable")[:k]].tolist() for line in scores]
         return [
-            [(doc_id(row), float(line[row])) for row in own] for line, own in zip(scores, order, strict=True)
+            [(doc_id(row), float(line[row])) for row in best_rows]
+            for line, best_rows in zip(scores, order, strict=True)
         ]
 
 
@@ -101,17 +102,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     dataset = Draft(f"{root}/dataset", kind="dataset", config=Config(), parents={})
     embedded = []
     for part, rows in enumerate(np.split(np.arange(ROWS), [PARTS[0]])):
-        names, own = [doc_id(row) for row in rows], columns_of(rows.tolist())
+        names, columns = [doc_id(row) for row in rows], columns_of(rows.tolist())
         text = [
             names,
             [f"Title {row}" for row in rows],
-            own["topic"],
+            columns["topic"],
             [f"Text {row}." for row in rows],
             names,
         ]
         table = pa.table(dict(zip(schema.DOCUMENTS.names, text, strict=True)), schema=schema.DOCUMENTS)
         for name, kind in zip(FILTERS[1:], types[1:], strict=True):
-            table = table.append_column(name, pa.array(own[name], kind))
+            table = table.append_column(name, pa.array(columns[name], kind))
         dataset.write_table(f"documents/part-{part:05d}.parquet", table)
         lists = [np.flatnonzero(line) for line in sparse[rows]]
         impacts = [line[at] for line, at in zip(sparse[rows], lists, strict=True)]
@@ -136,15 +137,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def loaded(backend: str, corpus: Corpus, folder: Path, *, columns: Sequence[str] = FILTERS) -> SearchConfig:
-    """A database with the documents of the corpus."""
+    """Load the documents of the corpus into a database."""
     url = str(folder / ("qdrant" if backend == "qdrant" else "milvus.db"))
     source = vectors.ExportSource(
         corpus.artifacts["embeddings"], corpus.artifacts["dataset"], None, tuple(columns)
     )
-    made = databases.connect(backend, url, COLLECTION)
-    vectors.export(source, made, checkpoint=str(folder / "checkpoint.json"))
-    made._client.close()
-    ef = MOST_EF if backend == "milvus" else None  # of a graph, all of it
+    database = databases.connect(backend, url, COLLECTION)
+    vectors.export(source, database, checkpoint=str(folder / "checkpoint.json"))
+    database._client.close()
+    ef = MOST_EF if backend == "milvus" else None  # searches the entire graph
     return SearchConfig(backend=backend, url=url, collection=COLLECTION, ef=ef)
 
 
@@ -168,43 +169,45 @@ def engine(
 def search(
     engine: SearchBackend, probes: np.ndarray, terms: SparseRows | None = None, **how: Any
 ) -> list[Found]:
-    """The answers of a service: ranked candidates with their documents."""
+    """Return ranked candidates with their documents, like a service."""
     joining = how.setdefault("joining", Joining())
     store, answers = engine.store, []
-    for found in engine.find(probes, terms, **how):
-        best = rank(found, k=how["k"], joining=joining, layout=engine.layout)
+    for candidates in engine.find(probes, terms, **how):
+        best = rank(candidates, k=how["k"], joining=joining, layout=engine.layout)
         hits = with_documents(best, store).hits()
         assert all(hit.document["title"].startswith("Title ") for hit in hits)
         answers.append([(hit.doc_id, hit.score) for hit in hits])
     return answers
 
 
-def documents_of(found: Candidates, store: DocumentStore) -> Sequence[Any]:
-    return with_documents(Results(found, found.dense.tolist(), found.documents), store).documents
+def documents_of(candidates: Candidates, store: DocumentStore) -> Sequence[Any]:
+    return with_documents(
+        Results(candidates, candidates.dense.tolist(), candidates.documents), store
+    ).documents
 
 
 def ids(answers: list[Found]) -> list[list[str]]:
-    return [[name for name, _ in found] for found in answers]
+    return [[name for name, _ in answer] for answer in answers]
 
 
-def test_the_nearest_are_those_of_brute_force(engine: SearchBackend, corpus: Corpus) -> None:
-    found = search(engine, 3 * corpus.probes, k=10)  # a query's length does not matter
+def test_dense_search_equals_brute_force(engine: SearchBackend, corpus: Corpus) -> None:
+    answers = search(engine, 3 * corpus.probes, k=10)  # the length of a query does not matter
     best = corpus.best(corpus.probes @ corpus.dense.T, 10)
-    assert ids(found) == ids(best)
+    assert ids(answers) == ids(best)
     np.testing.assert_allclose(
-        [[s for _, s in f] for f in found], [[s for _, s in b] for b in best], atol=1e-5
+        [[s for _, s in f] for f in answers], [[s for _, s in b] for b in best], atol=1e-5
     )
 
 
-def test_hybrid_scores_are_those_of_the_own_index(engine: SearchBackend, corpus: Corpus) -> None:
-    own = Searcher.open(corpus.index)
+def test_hybrid_scores_equal_those_of_the_index_files(engine: SearchBackend, corpus: Corpus) -> None:
+    index = Searcher.open(corpus.index)
     for joining in (Joining(dense_weight=0.3, candidates=40), Joining(kind="reciprocal_rank", candidates=40)):
-        found, expected = (
-            search(each, corpus.probes, corpus.terms(), k=10, joining=joining) for each in (engine, own)
+        actual, expected = (
+            search(each, corpus.probes, corpus.terms(), k=10, joining=joining) for each in (engine, index)
         )
-        shared = [len({*a} & {*b}) / 10 for a, b in zip(ids(found), ids(expected), strict=True)]
+        shared = [len({*a} & {*b}) / 10 for a, b in zip(ids(actual), ids(expected), strict=True)]
         assert np.mean(shared) >= 0.99
-        scores = ([[score for _, score in answer] for answer in answers] for answers in (found, expected))
+        scores = ([[score for _, score in answer] for answer in answers] for answers in (actual, expected))
         np.testing.assert_allclose(*scores, atol=1e-3)
     (candidates,) = engine.find(corpus.probes[:1], corpus.terms([0]), k=10)
     assert candidates.sparse is not None
@@ -242,7 +245,7 @@ def test_hybrid_scores_are_those_of_the_own_index(engine: SearchBackend, corpus:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_filter_finds_only_what_it_describes(
+def test_a_filter_finds_only_matching_documents(
     engine: SearchBackend, corpus: Corpus, where: dict[str, Any], matches: Any
 ) -> None:
     rows = [{name: values[row] for name, values in corpus.columns.items()} for row in range(ROWS)]
@@ -250,23 +253,23 @@ def test_a_filter_finds_only_what_it_describes(
     best = corpus.best(corpus.probes @ corpus.dense.T, 10, keep=keep)
     assert ids(search(engine, corpus.probes, k=10, where=where)) == ids(best)
     joined = search(engine, corpus.probes, corpus.terms(), k=ROWS, where=where)
-    assert all({*found} == {doc_id(row) for row in np.flatnonzero(keep)} for found in ids(joined))
+    assert all({*names} == {doc_id(row) for row in np.flatnonzero(keep)} for names in ids(joined))
 
 
-def test_k_beyond_the_documents_gives_all_of_them(engine: SearchBackend, corpus: Corpus) -> None:
-    found = search(engine, corpus.probes[:3], k=1000)
-    assert all(sorted(answer) == sorted(map(doc_id, range(ROWS))) for answer in ids(found))
-    assert all(answer == sorted(answer, key=lambda each: -each[1]) for answer in found)
+def test_a_large_k_returns_all_documents(engine: SearchBackend, corpus: Corpus) -> None:
+    answers = search(engine, corpus.probes[:3], k=1000)
+    assert all(sorted(answer) == sorted(map(doc_id, range(ROWS))) for answer in ids(answers))
+    assert all(answer == sorted(answer, key=lambda each: -each[1]) for answer in answers)
 
 
-def test_a_batch_and_its_queries_one_by_one_find_the_same(engine: SearchBackend, corpus: Corpus) -> None:
+def test_a_batch_and_single_queries_find_the_same(engine: SearchBackend, corpus: Corpus) -> None:
     for terms in (None, corpus.terms()):
         batch = search(engine, corpus.probes, terms, k=7)
-        for query, found in enumerate(batch):
-            own = None if terms is None else corpus.terms([query])
-            (single,) = search(engine, corpus.probes[query : query + 1], own, k=7)
-            assert [name for name, _ in single] == [name for name, _ in found]
-            assert [score for _, score in single] == pytest.approx([score for _, score in found], abs=1e-5)
+        for query, answer in enumerate(batch):
+            single_terms = None if terms is None else corpus.terms([query])
+            (single,) = search(engine, corpus.probes[query : query + 1], single_terms, k=7)
+            assert [name for name, _ in single] == [name for name, _ in answer]
+            assert [score for _, score in single] == pytest.approx([score for _, score in answer], abs=1e-5)
     assert engine.find(corpus.probes[:0], k=5) == []
 
 
@@ -284,13 +287,13 @@ def test_a_document_and_its_vector_are_found_by_any_id(engine: SearchBackend, co
 def test_columns_of_candidates_are_read_without_their_documents(
     engine: SearchBackend, corpus: Corpus
 ) -> None:
-    (found,) = engine.find(corpus.probes[:1], k=4)
-    shown = engine.columns(found.ids.tolist())
-    documents = documents_of(found, engine.store)
-    assert len(documents) == len(shown) == 4
-    for candidate, document in zip(found.ids.tolist(), documents, strict=True):
+    (candidates,) = engine.find(corpus.probes[:1], k=4)
+    columns = engine.columns(candidates.ids.tolist())
+    documents = documents_of(candidates, engine.store)
+    assert len(documents) == len(columns) == 4
+    for candidate, document in zip(candidates.ids.tolist(), documents, strict=True):
         for name in ("doc_id", "topic", "price"):
-            assert shown[candidate][name] == document[name]
+            assert columns[candidate][name] == document[name]
 
 
 @pytest.mark.parametrize(
@@ -311,10 +314,10 @@ def test_columns_of_candidates_are_read_without_their_documents(
         ({"where": {"topic": {"min": "a"}}}, "filter topic: only numbers have ranges"),
     ],
 )
-def test_a_search_that_cannot_be_done_is_refused_alike(
+def test_all_backends_refuse_an_invalid_search(
     engine: SearchBackend, corpus: Corpus, change: dict[str, Any], message: str
 ) -> None:
-    # Below the type checker of the tests, as a caller without one would.
+    # Without the type checker of the tests, like a normal caller.
     find = partial(getattr(type(engine).find, "__wrapped__", type(engine).find), engine)
     with pytest.raises(SearchError, match=message):
         find(**{"queries": corpus.probes, "k": 5} | change)
@@ -329,24 +332,24 @@ def search_config(request: pytest.FixtureRequest, corpus: Corpus, tmp_path: Path
     return loaded(request.param, corpus, tmp_path)
 
 
-def test_what_was_deleted_in_the_database_is_found_no_more(
-    search_config: SearchConfig, corpus: Corpus
-) -> None:
+def test_documents_deleted_in_the_database_are_not_found(search_config: SearchConfig, corpus: Corpus) -> None:
     searcher = opened(corpus, search_config)
     before = ids(search(searcher, corpus.probes, k=10))
-    gone = {name for answer in before for name in answer[:3]}
+    deleted = {name for answer in before for name in answer[:3]}
     client = searcher._collection._client
     if search_config.backend == "qdrant":
-        client.delete(COLLECTION, points_selector=[databases.point_id(name) for name in gone])
+        client.delete(COLLECTION, points_selector=[databases.point_id(name) for name in deleted])
     else:
-        client.delete(COLLECTION, filter=_expression("doc_id", [*gone]))  # its own by ids does not escape
-    keep = np.array([doc_id(row) not in gone for row in range(ROWS)])
+        client.delete(
+            COLLECTION, filter=_expression("doc_id", [*deleted])
+        )  # delete by ids does not escape them
+    keep = np.array([doc_id(row) not in deleted for row in range(ROWS)])
     best = corpus.best(corpus.probes @ corpus.dense.T, 10, keep=keep)
     assert ids(search(searcher, corpus.probes, k=10)) == ids(best)
-    assert searcher.vector(min(gone)) is None
+    assert searcher.vector(min(deleted)) is None
     searcher.close()
     with pytest.raises(
-        ConfigError, match=rf"holds {ROWS - len(gone)} documents, the index {ROWS}: load it with"
+        ConfigError, match=rf"holds {ROWS - len(deleted)} documents, the index {ROWS}: load it with"
     ):
         opened(corpus, search_config)
 
@@ -356,20 +359,22 @@ def test_a_document_that_only_the_database_has_is_left_out(
 ) -> None:
     searcher = opened(corpus, search_config)
     writer = databases.DATABASES[search_config.backend]
-    made = object.__new__(writer)
-    made.__dict__.update(searcher._collection.__dict__)
+    database = object.__new__(writer)
+    database.__dict__.update(searcher._collection.__dict__)
     table = pa.table({"terms": [[1]], "impacts": [[1.0]]})
-    made.write(
+    database.write(
         vectors.ExportRows(0, ["new"], corpus.probes[:1], table, pa.table({"topic": ["new"]})),
         known=True,
     )
     expected = ids(corpus.best(corpus.probes[:1] @ corpus.dense.T, 9))
-    assert ids(search(searcher, corpus.probes[:1], k=10)) == expected  # it takes one of the ten places
+    assert (
+        ids(search(searcher, corpus.probes[:1], k=10)) == expected
+    )  # the unknown document takes one of ten places
     assert searcher.vector("new") is None
     searcher.close()
 
 
-def test_a_database_that_fails_is_no_fault_of_the_query(
+def test_a_failing_database_raises_a_database_error(
     search_config: SearchConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searcher = opened(corpus, search_config)
@@ -403,17 +408,17 @@ def test_a_collection_of_other_documents_is_refused_at_the_start(
     other = search.model_copy(update={"collection": "other"})
     with pytest.raises(ConfigError, match=rf"no collection 'other' of {backend} at .*--collection other`"):
         opened(corpus, other)
-    made = databases.connect(backend, str(search.url), "other")
-    made.open(vectors.ExportLayout(8, False, pa.schema([])))
-    made._client.close()
+    database = databases.connect(backend, str(search.url), "other")
+    database.open(vectors.ExportLayout(8, False, pa.schema([])))
+    database._client.close()
     with pytest.raises(ConfigError, match="has 8 dimensions and no terms, the index 16 and terms"):
         opened(corpus, other)
-    made = databases.connect(backend, str(search.url), "moved")
-    made.open(vectors.ExportLayout(DIM, True, pa.schema([])))
+    database = databases.connect(backend, str(search.url), "moved")
+    database.open(vectors.ExportLayout(DIM, True, pa.schema([])))
     source = vectors.ExportSource(corpus.artifacts["embeddings"], corpus.artifacts["dataset"], None, FILTERS)
     for rows in source.batches(start=0, stop=ROWS, size=ROWS):
-        moved = vectors.ExportRows(rows.first, rows.ids, -rows.dense, rows.sparse, rows.payload)
-        made.write(moved, known=False)
-    made._client.close()
+        negated = vectors.ExportRows(rows.first, rows.ids, -rows.dense, rows.sparse, rows.payload)
+        database.write(negated, known=False)
+    database._client.close()
     with pytest.raises(ConfigError, match=r"has another vector of .* than the index"):
         opened(corpus, search.model_copy(update={"collection": "moved"}))

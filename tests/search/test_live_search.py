@@ -1,4 +1,4 @@
-"""A live index, and a large one with a delta beside it, are searched as one index of the final documents."""
+"""A live index, and a large index with its delta, are searched like an index of the final documents."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,32 +50,32 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.mark.parametrize("delta", [False, True])
 @settings(max_examples=7)
 @given(history=HISTORIES)
-def test_any_history_is_searched_like_an_index_built_anew(
+def test_any_history_is_searched_like_a_new_index(
     built: Artifact, tmp_path_factory: pytest.TempPathFactory, delta: bool, history: list
 ) -> None:
     folder = tmp_path_factory.mktemp("live")
     live = LiveIndex(folder / "live", built.uri, delta=delta)
     before = SearcherWithDelta.over(live.folder) if delta else None
     live, truth = play(history, live, BASE)
-    anew = Searcher.open(_built(f"{folder}/anew", truth).uri)
+    new_index = Searcher.open(_built(f"{folder}/anew", truth).uri)
     searcher = SearcherWithDelta.over(live.folder) if delta else LiveSearcher(live)
-    agree(searcher, anew, truth)
+    agree(searcher, new_index, truth)
     if not delta:
-        facets = [filters.facets(each.documents(), each.fields, most=1000) for each in (searcher, anew)]
+        facets = [filters.facets(each.documents(), each.fields, most=1000) for each in (searcher, new_index)]
         assert facets[0] == facets[1]
     elif versions.listing(live.folder)[0].number > 0:
         with pytest.raises(ArtifactError, match="adopt the current index version"):
             before.refresh()  # the log keeps only what the listed versions need
     else:
         before.refresh()
-        agree(before, anew, truth)  # it stays on its version, whatever became current
+        agree(before, new_index, truth)  # it keeps its version, even if another is current
     live.close()
 
 
-def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tmp_path: Path) -> None:
+def test_terms_are_optional_and_bad_terms_reject_a_row(built: Artifact, tmp_path: Path) -> None:
     live = LiveIndex(tmp_path / "live", built.uri)
-    written = {f"n{i}": (NEW[i], {3: 1.0, 5: 2.0}) for i in range(4)}
-    documents = documents_of(written)
+    documents_with_terms = {f"n{i}": (NEW[i], {3: 1.0, 5: 2.0}) for i in range(4)}
+    documents = documents_of(documents_with_terms)
     wrong = [None, [5, 3], [3, 5], [3]]
     documents = documents.set_column(
         documents.column_names.index("terms"), "terms", pa.array(wrong, pa.list_(pa.int32()))
@@ -98,7 +98,7 @@ def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tm
     with pytest.raises(DataError, match="no column 'impacts'"):
         live.upsert(documents.drop_columns("impacts"), NEW[:4])
     plain = LiveIndex(tmp_path / "plain", index(f"{tmp_path}/plain-index", [{"d0": NEW[0]}]).uri)
-    plain.upsert(documents, NEW[:4])  # further columns are left out
+    plain.upsert(documents, NEW[:4])  # other columns are left out
     assert len(plain) == 5
     with pytest.raises(SearchError, match="this index has no terms"):
         LiveSearcher(plain).search(PROBES, TERMS, k=3)
@@ -108,22 +108,22 @@ def test_an_exact_hybrid_search_misses_nothing(built: Artifact, tmp_path: Path) 
     for searcher in (Searcher.open(built.uri), LiveSearcher(LiveIndex(tmp_path / "live", built.uri))):
 
         def scores(searcher: Searcher | LiveSearcher = searcher, **knobs: Any) -> list[list[float]]:
-            # Few of either kind: whom a list hides, terms do not find either.
-            found = searcher.find(PROBES, terms=TERMS, k=5, joining=Joining(candidates=5), **knobs)
-            return [sorted(answer.dense.tolist()) for answer in found]
+            # Few candidates of either kind, so that terms do not find documents that unscanned lists hide.
+            answers = searcher.find(PROBES, terms=TERMS, k=5, joining=Joining(candidates=5), **knobs)
+            return [sorted(answer.dense.tolist()) for answer in answers]
 
         assert scores(nprobe=1, exact=True) == scores(nprobe=NLIST) != scores(nprobe=1)
 
 
-def test_an_exact_index_has_the_very_same_answers(tmp_path: Path) -> None:
-    """Of a flat index of vectors and documents in three groups, one of them mapped, each in a searcher."""
+def test_an_exact_index_gives_identical_answers(tmp_path: Path) -> None:
+    """The index is flat; two groups of shards, one of them mapped, and a delta have separate searchers."""
     base = built_of(f"{tmp_path}/index", BASE, shards=3, family=Flat())
     live = LiveIndex(tmp_path / "live", base.uri, delta=True)
     write(live, {f"d{n}": (NEW[n], some_terms(n + 100)) for n in range(0, 90, 2)})
     live.delete([f"d{n}" for n in range(0, 90, 5)])
     truth = dict(BASE) | {f"d{n}": (NEW[n], some_terms(n + 100)) for n in range(0, 90, 2)}
     truth = {name: document for name, document in truth.items() if int(name[1:]) % 5}
-    anew = Searcher.open(built_of(f"{tmp_path}/anew", truth, shards=1, family=Flat()).uri)
+    new_index = Searcher.open(built_of(f"{tmp_path}/anew", truth, shards=1, family=Flat()).uri)
     delta, groups = Delta(live.folder, versions.current(live.folder)), []
     for shards, mapped in (([0], False), ([1, 2], True)):
         group = OverriddenSearcher.open(base.uri, shards=shards, mapped=mapped)
@@ -132,20 +132,20 @@ def test_an_exact_index_has_the_very_same_answers(tmp_path: Path) -> None:
     store = Searcher.open(base.uri).store
     for terms in (None, TERMS):
         moment = delta.now()
-        found = [each.find(PROBES, terms, k=K) for each in (*(g.at(moment.record) for g in groups), moment)]
-        wanted = anew.search(PROBES, terms, k=K)
-        for answers, hits in zip(zip(*found, strict=True), wanted, strict=True):
+        answers_of_parts = [
+            each.find(PROBES, terms, k=K) for each in (*(g.at(moment.record) for g in groups), moment)
+        ]
+        expected = new_index.search(PROBES, terms, k=K)
+        for answers, hits in zip(zip(*answers_of_parts, strict=True), expected, strict=True):
             candidates = concatenate(answers)
-            assert candidates.searched == 3  # the delta is no shard of the index
+            assert candidates.searched == 3  # the delta does not count as a shard
             best = with_documents(rank(candidates, k=K, joining=Joining(), layout=groups[0].layout), store)
             assert [hit.doc_id for hit in best.hits()] == [hit.doc_id for hit in hits]
             assert best.scores == [hit.score for hit in hits]
     live.close()
 
 
-def test_parts_that_have_read_more_or_less_of_the_log_answer_as_of_one_record(
-    built: Artifact, tmp_path: Path
-) -> None:
+def test_all_parts_answer_as_of_one_record_of_the_log(built: Artifact, tmp_path: Path) -> None:
     live = LiveIndex(tmp_path / "live", built.uri, delta=True)
     log = versions.log_folder(live.folder, 0)
     ahead, behind = (OverriddenSearcher.open(built.uri) for _ in range(2))
@@ -154,19 +154,19 @@ def test_parts_that_have_read_more_or_less_of_the_log_answer_as_of_one_record(
     delta = Delta(live.folder, versions.current(live.folder))
     truths, moments = [dict(BASE)], [delta.now()]
     for step in range(6):
-        written = {f"d{n}": (NEW[10 * step + n % 10], some_terms(n)) for n in range(step, 60, 7)}
-        write(live, written)
+        writes = {f"d{n}": (NEW[10 * step + n % 10], some_terms(n)) for n in range(step, 60, 7)}
+        write(live, writes)
         live.delete([f"d{step}"])
-        truths.append({n: d for n, d in (truths[-1] | written).items() if n != f"d{step}"})
+        truths.append({n: d for n, d in (truths[-1] | writes).items() if n != f"d{step}"})
         delta.refresh()
         moments.append(delta.now())
     ahead.refresh()
     with pytest.raises(ArtifactError, match=r"was read up to record 0, not 12: refresh first"):
         behind.at(moments[-1].record)
-    for truth, moment in zip(truths, moments, strict=True):  # the delta's own rows stay as they were
-        anew = Searcher.open(_built(f"{tmp_path}/{moment.record}", truth).uri)
+    for truth, moment in zip(truths, moments, strict=True):  # rows of an earlier moment do not change
+        new_index = Searcher.open(_built(f"{tmp_path}/{moment.record}", truth).uri)
         pair = ahead.at(moment.record).find(PROBES, k=100), moment.find(PROBES, k=100)
-        for answers, hits in zip(zip(*pair, strict=True), anew.search(PROBES, k=100), strict=True):
+        for answers, hits in zip(zip(*pair, strict=True), new_index.search(PROBES, k=100), strict=True):
             best = rank(concatenate(answers), k=100, joining=Joining(), layout=ahead.layout)
             assert [hit.doc_id for hit in with_documents(best, ahead.store).hits()] == [
                 h.doc_id for h in hits
@@ -181,10 +181,10 @@ def test_a_folder_keeps_its_kind(built: Artifact, tmp_path: Path) -> None:
         LiveIndex(tmp_path / "delta", built.uri, delta=False)
     with pytest.raises(ConfigError, match=r"made with no delta .* set serve\.live\.delta to false"):
         LiveIndex(tmp_path / "whole", built.uri, delta=True)
-    LiveIndex(tmp_path / "delta").close()  # without a word the folder decides
+    LiveIndex(tmp_path / "delta").close()  # without an argument, the folder decides
 
 
-def test_a_delta_is_folded_once_it_is_a_share_of_the_large_index(built: Artifact, tmp_path: Path) -> None:
+def test_a_delta_is_folded_at_a_share_of_the_large_index(built: Artifact, tmp_path: Path) -> None:
     live = LiveIndex(tmp_path / "live", built.uri, delta=True, config=LiveConfig(compact_at=0.5))
     write(live, {f"n{n}": (NEW[n], {}) for n in range(29)})
     assert live._compaction is None
@@ -196,9 +196,7 @@ def test_a_delta_is_folded_once_it_is_a_share_of_the_large_index(built: Artifact
     live.close()
 
 
-def test_a_killed_fold_goes_on_with_the_shards_that_it_has_not_finished(
-    built: Artifact, tmp_path: Path
-) -> None:
+def test_a_killed_fold_resumes_with_unfinished_shards(built: Artifact, tmp_path: Path) -> None:
     def killed(stage: Any, parts: Any) -> Iterator[Any]:
         yield next(iter(map_here(stage, parts)))
         raise KeyboardInterrupt
@@ -206,9 +204,9 @@ def test_a_killed_fold_goes_on_with_the_shards_that_it_has_not_finished(
     live = LiveIndex(tmp_path / "live", built.uri, delta=True)
     truth = dict(BASE)
     for step in range(2):
-        written = {f"d{n}": (NEW[40 * step + n], some_terms(n)) for n in range(step, 80, 9)}
-        write(live, written)
-        truth |= written
+        writes = {f"d{n}": (NEW[40 * step + n], some_terms(n)) for n in range(step, 80, 9)}
+        write(live, writes)
+        truth |= writes
         if not step:
             with pytest.raises(KeyboardInterrupt):
                 compaction.compact(live.folder, each=killed)
@@ -216,11 +214,14 @@ def test_a_killed_fold_goes_on_with_the_shards_that_it_has_not_finished(
     first = tmp_path / "live/versions/00001/shard-00000/lists.faiss"
     before = first.stat().st_mtime_ns
     live.compact()
-    assert (live.version, versions.current(live.folder).included) == (1, (1,))  # as when it began
+    assert (live.version, versions.current(live.folder).included) == (
+        1,
+        (1,),
+    )  # the log up to the start of the fold
     assert first.stat().st_mtime_ns == before
-    anew = Searcher.open(_built(f"{tmp_path}/anew", truth).uri)
-    agree(SearcherWithDelta.over(live.folder), anew, truth)
+    new_index = Searcher.open(_built(f"{tmp_path}/anew", truth).uri)
+    agree(SearcherWithDelta.over(live.folder), new_index, truth)
     assert live.compact() is not None
-    assert live.compact() is None  # nothing was written since
+    assert live.compact() is None  # there are no new writes
     assert len(live) == 0
     live.close()

@@ -45,17 +45,17 @@ def test_filters_equal_brute_force_at_every_selectivity(
     rng = np.random.default_rng(seed)
     mask = rng.random(COUNT) < selectivity
     probes = queries(DOCUMENTS, 3, seed=seed)
-    left = np.flatnonzero(mask)
+    allowed = np.flatnonzero(mask)
     segments = FLAT if flat else FINE
-    # All lists and every candidate: what is found is then exact, whichever way the search takes.
-    found_scores, found = scan.search(
+    # With all lists and candidates, each way of searching is exact.
+    row_scores, rows = scan.search(
         segments, probes, k=k, nprobe=LISTS, refine_factor=COUNT, masks=_masks(mask)
     )
-    scores, exact = topk.search(probes, DOCUMENTS[left], k=k)
-    width = min(k, len(left))
-    np.testing.assert_array_equal(found[:, :width], left[exact])
-    np.testing.assert_allclose(found_scores[:, :width], scores, atol=1e-6)
-    assert (found[:, width:] == -1).all()
+    scores, exact = topk.search(probes, DOCUMENTS[allowed], k=k)
+    width = min(k, len(allowed))
+    np.testing.assert_array_equal(rows[:, :width], allowed[exact])
+    np.testing.assert_allclose(row_scores[:, :width], scores, atol=1e-6)
+    assert (rows[:, width:] == -1).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -65,7 +65,7 @@ def test_filters_equal_brute_force_at_every_selectivity(
     st.integers(0, 99),
     st.sampled_from([FINE, COARSE, CODES]),
 )
-def test_k_results_come_back_whenever_k_exist(
+def test_a_search_returns_k_results_if_k_are_allowed(
     selectivity: float, k: int, seed: int, segments: list[ivf.Lists]
 ) -> None:
     mask = np.random.default_rng(seed).random(COUNT) < selectivity
@@ -83,16 +83,16 @@ def test_a_short_scan_is_repeated_over_more_lists() -> None:
 
 def test_a_filter_widens_a_scan_and_deleted_rows_do_not() -> None:
     quantizer = families.train(DOCUMENTS, FastScan(refine="flat"), nlist=LISTS, seed=0)
-    kept = np.random.default_rng(0).random(COUNT) < 0.6
-    whole, anew = ivf.empty(quantizer), ivf.empty(quantizer)
-    ivf.add(whole, DOCUMENTS)
-    ivf.add(anew, DOCUMENTS[kept])
+    is_alive = np.random.default_rng(0).random(COUNT) < 0.6
+    all_lists, new_lists = ivf.empty(quantizer), ivf.empty(quantizer)
+    ivf.add(all_lists, DOCUMENTS)
+    ivf.add(new_lists, DOCUMENTS[is_alive])
     probes, sizes = queries(DOCUMENTS, 20), {"k": 20, "nprobe": 3, "refine_factor": COUNT}
-    masks = [ivf.RowMask(kept)]
-    _, expected = scan.search([anew], probes, **sizes)
-    _, found = scan.search([whole], probes, masks=masks, alive=masks, **sizes)
-    np.testing.assert_array_equal(found, np.flatnonzero(kept)[expected])
-    filtered, _ = scan.search([whole], probes, masks=masks, **sizes)
-    deleted, _ = scan.search([whole], probes, masks=masks, alive=masks, **sizes)
+    masks = [ivf.RowMask(is_alive)]
+    _, expected = scan.search([new_lists], probes, **sizes)
+    _, rows = scan.search([all_lists], probes, masks=masks, alive=masks, **sizes)
+    np.testing.assert_array_equal(rows, np.flatnonzero(is_alive)[expected])
+    filtered, _ = scan.search([all_lists], probes, masks=masks, **sizes)
+    deleted, _ = scan.search([all_lists], probes, masks=masks, alive=masks, **sizes)
     assert (filtered >= deleted).all()
     assert (filtered > deleted).any()

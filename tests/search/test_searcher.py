@@ -1,4 +1,4 @@
-"""A searcher finds what brute force finds; several searchers answer as one."""
+"""A searcher finds the same as brute force; several searchers answer like one."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.searcher import Candidates, Searcher, concatenate, rank
 from synthetic_corpus import Corpus, queries
 
-# Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
+# All lists are scanned, and all documents are re-ranked by float vectors, so that the index is exact.
 EXACT = IndexConfig(
     shards=3,
     family=FastScan(refine="flat"),
@@ -52,7 +52,7 @@ def probes(corpus: Corpus) -> np.ndarray:
 
 @pytest.fixture
 def copy(uri: str, tmp_path: Path) -> Path:
-    """The index in a place where it may be damaged."""
+    """Return a copy of the index that a test may damage."""
     return Path(shutil.copytree(uri, tmp_path / "index"))
 
 
@@ -69,20 +69,20 @@ def test_a_result_leads_to_its_document(searcher: Searcher, corpus: Corpus) -> N
     }
 
 
-def test_nprobe_is_chosen_per_search_and_bounded_by_the_lists(
+def test_nprobe_is_set_per_search_and_limited_to_the_lists(
     searcher: Searcher, uri: str, probes: np.ndarray
 ) -> None:
     few, all_lists = (searcher.search(probes, k=10, nprobe=nprobe) for nprobe in (1, 10**6))
     assert few != all_lists == searcher.search(probes, k=10)
 
 
-def test_k_beyond_the_documents_gives_all_of_them(probes: np.ndarray, tmp_path: Path) -> None:
+def test_a_large_k_returns_all_documents(probes: np.ndarray, tmp_path: Path) -> None:
     small = Corpus.build(f"{tmp_path}/small", sizes=[40], dim=16)
-    config = EXACT.model_copy(update={"nlist": 1, "shards": 50})  # ten shards hold nothing
+    config = EXACT.model_copy(update={"nlist": 1, "shards": 50})  # at least ten shards are empty
     searcher = Searcher.open(run_without_ray(job.run, config, **small.uris, output=f"{tmp_path}/index").uri)
-    found = searcher.search(probes, k=1000)
-    assert all({r.doc_id for r in results} == {f"d{i}" for i in range(40)} for results in found)
-    assert all([r.score for r in rs] == sorted((r.score for r in rs), reverse=True) for rs in found)
+    answers = searcher.search(probes, k=1000)
+    assert all({r.doc_id for r in results} == {f"d{i}" for i in range(40)} for results in answers)
+    assert all([r.score for r in rs] == sorted((r.score for r in rs), reverse=True) for rs in answers)
     empty = next(
         number for number in searcher.shards if not len(Searcher.open(f"{tmp_path}/index", shards=[number]))
     )
@@ -94,7 +94,7 @@ def test_a_missing_shard_is_named(copy: Path, probes: np.ndarray) -> None:
     (copy / "shard-00001/lists.faiss").unlink()
     with pytest.raises(ArtifactError, match=r"shard-00001/lists.faiss is missing"):
         Searcher.open(str(copy))
-    assert len(Searcher.open(str(copy), shards=[0, 2])) == 427  # the others are still there to be searched
+    assert len(Searcher.open(str(copy), shards=[0, 2])) == 427  # the other shards can be searched
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])
@@ -105,13 +105,13 @@ def test_a_damaged_file_is_refused_by_its_name(copy: Path, damage: str) -> None:
         *("columns.arrow", "documents.arrow"),
     }
     for path in parts:
-        whole = path.read_bytes()
-        half = len(whole) // 2
-        flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
-        path.write_bytes(flipped if damage == "flip" else whole[:-1])
+        content = path.read_bytes()
+        half = len(content) // 2
+        flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+        path.write_bytes(flipped if damage == "flip" else content[:-1])
         with pytest.raises(ArtifactError, match=f"{path.relative_to(copy)} is damaged"):
             assert Searcher.open(str(copy)).store
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert len(Searcher.open(str(copy)).store) == 640
 
 
@@ -119,8 +119,8 @@ def test_a_searcher_opens_no_documents(searcher: Searcher, copy: Path, probes: n
     for path in copy.rglob("documents.arrow"):
         path.unlink()
     without = Searcher.open(str(copy))
-    for found, same in zip(without.find(probes, k=5), searcher.find(probes, k=5), strict=True):
-        assert (found.ids.tolist(), found.documents) == (same.ids.tolist(), ())
+    for candidates, expected in zip(without.find(probes, k=5), searcher.find(probes, k=5), strict=True):
+        assert (candidates.ids.tolist(), candidates.documents) == (expected.ids.tolist(), ())
     assert filters.facets(without.documents(), without.fields, most=7) == filters.facets(
         searcher.documents(), searcher.fields, most=7
     )
@@ -129,7 +129,7 @@ def test_a_searcher_opens_no_documents(searcher: Searcher, copy: Path, probes: n
         without.search(probes, k=5)
 
 
-def test_an_index_of_an_earlier_release_is_searched(
+def test_an_index_of_an_earlier_release_can_be_searched(
     searcher: Searcher, copy: Path, probes: np.ndarray
 ) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
@@ -143,7 +143,7 @@ def test_an_index_of_an_earlier_release_is_searched(
 
 
 def _digits(numbers: list[int]) -> SparseRows:
-    """Queries for documents whose numbers have these digits."""
+    """Build queries with the digits of numbers as terms."""
     terms = [sorted({int(digit) for digit in str(number)}) for number in numbers]
     offsets = np.cumsum([0, *map(len, terms)])
     flat = np.concatenate([np.array(each, np.int32) for each in terms])
@@ -161,24 +161,24 @@ def test_embeddings_and_terms_together_equal_brute_force(probes: np.ndarray, tmp
     dense, sparse = queries_of @ corpus.matrix.T, weights @ terms.T
     for where, rows in ((None, np.arange(640)), ({"topic": "topic 3"}, np.arange(3, 640, 7))):
         joining = Joining(dense_weight=0.3, candidates=1000)
-        found, of_mapped = (
+        answers, of_mapped = (
             each.search(queries_of, _digits(numbers), k=9, joining=joining, where=where)
             for each in (searcher, mapped)
         )
-        assert of_mapped == found
-        best = np.maximum(dense[:, rows], 0.0)  # nothing was tuned: the background is 0
+        assert of_mapped == answers
+        best = np.maximum(dense[:, rows], 0.0)  # without tuning, the background is 0
         scores = 0.3 * best / best.max(1, keepdims=True)
         scores += 0.7 * sparse[:, rows] / np.maximum(sparse[:, rows].max(1, keepdims=True), 1e-9)
         exact = np.take_along_axis(rows[None], np.lexsort((np.tile(rows, (4, 1)), -scores))[:, :9], axis=1)
         np.testing.assert_allclose(
-            [[r.score for r in line] for line in found], -np.sort(-scores, axis=1)[:, :9], atol=1e-5
+            [[r.score for r in line] for line in answers], -np.sort(-scores, axis=1)[:, :9], atol=1e-5
         )
-        assert [[r.doc_id for r in line] for line in found] == [[f"d{i}" for i in line] for line in exact]
+        assert [[r.doc_id for r in line] for line in answers] == [[f"d{i}" for i in line] for line in exact]
     ranked = searcher.search(queries_of, _digits(numbers), k=5, joining=Joining(kind="reciprocal_rank"))
     assert all(line[0].score <= 2 / 61 for line in ranked)
 
 
-def test_mapped_vectors_are_searched_as_those_in_memory(
+def test_mapped_vectors_are_searched_like_those_in_memory(
     searcher: Searcher, uri: str, probes: np.ndarray, copy: Path
 ) -> None:
     mapped = Searcher.open(uri, mapped=True)
@@ -212,23 +212,23 @@ LAYOUT = IndexLayout(
 )
 
 
-def candidates(dense: np.ndarray, sparse: np.ndarray | None, held: np.ndarray) -> Candidates:
-    """The candidates of either kind of a searcher that holds some documents."""
-    ids = held[np.argsort(-dense[held], kind="stable")[:CANDIDATES]]
+def candidates(dense: np.ndarray, sparse: np.ndarray | None, numbers: np.ndarray) -> Candidates:
+    """Return the candidates, dense and sparse, of a searcher that holds some documents."""
+    ids = numbers[np.argsort(-dense[numbers], kind="stable")[:CANDIDATES]]
     if sparse is not None:
-        by_terms = held[np.argsort(-sparse[held], kind="stable")[:CANDIDATES]]
+        by_terms = numbers[np.argsort(-sparse[numbers], kind="stable")[:CANDIDATES]]
         ids = np.union1d(ids, by_terms[sparse[by_terms] > 0])
     documents = [{"doc_id": f"d{number}"} for number in ids]
     return Candidates(ids, ids % 4, dense[ids], None if sparse is None else sparse[ids], documents, 1)
 
 
 @pytest.mark.parametrize("kind", ["embeddings", "interpolation", "reciprocal_rank"])
-def test_four_searchers_answer_as_one_does(kind: str) -> None:
-    """However the shards are distributed; of equal scores the lower id comes first."""
+def test_four_searchers_answer_like_one(kind: str) -> None:
+    """The distribution of shards does not matter, and of equal scores the lower id is first."""
     joining = Joining(kind="interpolation" if kind == "embeddings" else kind, candidates=CANDIDATES)
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        dense = rng.integers(0, 40, DOCUMENTS).astype(np.float32)  # many are equal
+        dense = rng.integers(0, 40, DOCUMENTS).astype(np.float32)  # many scores are equal
         sparse = np.maximum(rng.standard_normal(DOCUMENTS), 0).astype(np.float32)
         if kind != "embeddings":
             dense = rng.random(DOCUMENTS, np.float32)

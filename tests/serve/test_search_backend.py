@@ -113,7 +113,7 @@ def test_lists_of_the_own_index_cannot_be_chosen(database: tuple[Any, ...]) -> N
     name, client, _, _ = database
     answer = client.search(query="bakoli", nprobe=3)
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid")
-    assert f"search.ef is what {name} has" in answer.json()["error"]["message"]
+    assert f"set search.ef for {name}" in answer.json()["error"]["message"]
 
 
 def test_a_database_that_fails_is_unavailable_until_it_answers(
@@ -190,12 +190,15 @@ def test_another_version_is_searched_in_its_own_collection(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"live": {"folder": "live"}}, r"can be used with live: documents are written to the own index only"),
-        ({"mapped": True}, "mapped: only the own index has files"),
+        (
+            {"live": {"folder": "live"}},
+            r"can be used with live: documents are written only to files of an index",
+        ),
+        ({"mapped": True}, "mapped: a database has no files"),
         ({"canary": 0.1, "search": {"backend": "milvus", "url": "m.db"}}, "canary needs an exact search"),
         (
             {"split": {"arms": [{"name": "a", "share": 1, "index": "elsewhere"}]}},
-            r"an arm with an index of its own.*put \{version\} into search\.collection",
+            r"an arm with a separate index.*put \{version\} into search\.collection",
         ),
         (
             {"deployments": {"gateway": {"num_replicas": 2}}},

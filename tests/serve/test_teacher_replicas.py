@@ -256,7 +256,7 @@ def test_the_teacher_of_a_run_encoded_its_documents(
     monkeypatch.setattr(pipeline, "locate", lambda _, kind: built[kind])
     config = ServeConfig(escalation=Escalation())
     assert artifacts._teacher(config, run, DIM) == (teacher.uri, "student")
-    with pytest.raises(ConfigError, match="no student that searches its teacher's documents"):
+    with pytest.raises(ConfigError, match="no student that searches the embeddings of its teacher"):
         artifacts._teacher(config, run.model_copy(update={"distill": None}), DIM)
     with pytest.raises(ConfigError, match=r"needs a run_dir, or the URI of a tower in serve\.escalation"):
         artifacts._teacher(config, None, DIM)
