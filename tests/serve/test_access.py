@@ -80,9 +80,9 @@ def test_keys_are_required_and_checked(given, status):
 @pytest.mark.parametrize(
     ("text", "encoding", "reason"),
     [
-        ("", "utf-8", "one key a line"),
+        ("", "utf-8", "one key per line"),
         ("short", "utf-8", "16 characters"),
-        (KEY, "utf-16", r"keys is no UTF-8 .*save it as UTF-8"),
+        (KEY, "utf-16", r"keys is not UTF-8 .*save it as UTF-8"),
         (None, "utf-8", "cannot be read"),
     ],
 )

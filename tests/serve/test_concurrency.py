@@ -143,6 +143,6 @@ def test_a_series_of_failures_logs_two_lines(caplog: pytest.LogCaptureFixture, m
 
     asyncio.run(until(9))
     lines = [(record.levelname, record.message) for record in caplog.records if record.name == "following"]
-    failed = ("ERROR", "looking failed; it is tried again every 0 s")
+    failed = ("ERROR", "looking failed; it is retried every 0 s")
     assert lines == [failed, ("INFO", "looking works again")] * 2
     assert "the storage is away" in caplog.text
