@@ -86,7 +86,7 @@ class DocumentStores:
         self._stores = {name: store for name, store in self._stores.items() if name in versions}
 
     def unreadable(self, version: str) -> bool:
-        """Return whether a version has a store that cannot be read. Versions of a live index have no store."""
+        """Return whether a version has a store that cannot be read. Live indexes have no stores."""
         return version in self._failing or (version in self._uris and version not in self._stores)
 
     def store(self, version: str) -> DocumentStore | None:

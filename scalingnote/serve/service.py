@@ -189,12 +189,12 @@ class Service:
         """
         arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
         version, layout, where = self._index(request, arm)
-        vector, candidate_count = await self._vector(version, layout, request.doc_id, timer), request.k + 1
+        vector, count = await self._vector(version, layout, request.doc_id, timer), request.k + 1
         timer.end("encode")
-        query = Query(vector, k=first_depth(candidate_count, layout), where=where, version=version)
+        query = Query(vector, k=first_depth(count, layout), where=where, version=version)
         candidates = await self._candidates(query, timer)
-        results, readable = await self._documents(query, candidates, candidate_count, DEFAULT_JOINING, layout, timer)
-        others = [hit for hit in _hits(results, candidate_count) if hit["doc_id"] != request.doc_id]
+        results, readable = await self._documents(query, candidates, count, DEFAULT_JOINING, layout, timer)
+        others = [hit for hit in _hits(results, count) if hit["doc_id"] != request.doc_id]
         timer.end("search")
         answer = _answer(record, arm, layout, results, others[: request.k], timer)
         return answer if readable else answer | {"degraded": ["documents_unreadable"]}
