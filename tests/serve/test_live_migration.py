@@ -174,7 +174,7 @@ def test_a_version_of_the_new_model_folds_and_starts_again(running, run_dir, bot
     assert f"no longer needed: {run_dir}/live" in capsys.readouterr().out
     running.write(late="tavezo")
     assert [*running.writer._indexes] == [uris(both)[1]]
-    with pytest.raises(ConfigError, match="takes no writes"):
+    with pytest.raises(ConfigError, match="does not receive writes"):
         cut_over.roll_back(run_dir, ServeConfig())
     with pytest.raises(ConfigError, match="nothing to finish"):
         cut_over.finish(run_dir, ServeConfig())
@@ -306,7 +306,7 @@ def test_pairs_are_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
     catalog.add(LivePair(old))  # its earlier folder lacks what was written meanwhile
     assert catalog.pairs()[1].mark.endswith(".3")
     catalog.end_others()
-    with pytest.raises(ConfigError, match="another model took its place"):
+    with pytest.raises(ConfigError, match="another model replaced it"):
         catalog.place("0")
 
 

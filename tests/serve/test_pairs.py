@@ -198,7 +198,7 @@ def test_what_cannot_be_changed_is_refused_and_changes_nothing(run_dir, both, tm
             cut_over.cut_over(run_dir, ServeConfig.model_validate(serve))
         assert not (Path(run_dir) / "serve" / CATALOG_FILE).exists()
 
-    refused("takes no writes for .*keep_documents", live={"folder": str(tmp_path / "live")})
+    refused("does not receive writes for .*keep_documents", live={"folder": str(tmp_path / "live")})
     refused(r"escalation\.teacher is runs/old, of the model before", escalation={"teacher": "runs/old"})
     tower = student(f"{tmp_path}/tower", dim=32)
     arms = [{"name": "own", "share": 1, "query_tower": tower.uri}]
