@@ -89,7 +89,7 @@ def test_replicas_that_would_not_fit_are_refused(cluster, index, query_tower):
         index.uri, query_tower.uri, cpus_per_replica=50, deployments={"searcher": {"num_replicas": 1}}
     )
     with pytest.raises(
-        ConfigError, match=r"Gateway asks for 50 CPUs a replica, no node has that; .* \d+ CPUs"
+        ConfigError, match=r"Gateway needs 50 CPUs per replica, no node has that; .* \d+ CPUs"
     ):
         launch.start(served, app.bind(served))
 

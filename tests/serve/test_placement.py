@@ -128,7 +128,7 @@ FITS: list[tuple[dict[str, Any], list[Any], str]] = [
     (
         {"memory": 9 * GIB},
         [node(4, 8), node(4, 8), node(0, 2), DEAD],
-        "IndexSearcher-000 asks for 0.1 CPUs and 9.0 GiB memory a replica, no node has that; the cluster has "
+        "IndexSearcher-000 needs 0.1 CPUs and 9.0 GiB memory per replica, no node has that; the cluster has "
         "2 nodes of 4 CPUs, 8.0 GiB memory; 1 nodes of 0 CPUs, 2.0 GiB memory",
     ),
     (  # each would fit by itself
@@ -136,7 +136,7 @@ FITS: list[tuple[dict[str, Any], list[Any], str]] = [
         [node(4, 8), node(4, 8)],
         "the replicas reserve 20.0 GiB memory, the cluster has 16.0 GiB memory",
     ),
-    ({"resources": {"nvme": 1}}, [node(4, 8)], "IndexSearcher-000 asks for 1 nvme, no node has any"),
+    ({"resources": {"nvme": 1}}, [node(4, 8)], "IndexSearcher-000 needs 1 nvme, no node has any"),
     ({"resources": {"nvme": 1}}, [node(4, 8, nvme=4.0)], ""),
     (LABELS, [node(4, 8, {"disk": "hdd"})], "labels {'disk': 'in(nvme, ssd)'}, no node has them"),
     (LABELS, [node(4, 8, {"disk": "ssd"})], ""),
@@ -145,7 +145,7 @@ FITS: list[tuple[dict[str, Any], list[Any], str]] = [
     (
         {"max_replicas_per_node": 1},
         [node(4, 8), node(0, 8)],
-        "IndexSearcher-000 has 2 replicas, at most 1 a node, and 1 nodes that fit",
+        "IndexSearcher-000 has 2 replicas, at most 1 per node, and 1 nodes that fit",
     ),
 ]
 
