@@ -139,7 +139,7 @@ class AccessWriter:
         except OSError:
             os.close(file)
             raise ConfigError(
-                f"{self.path} is written by another process: give each replica a name of its own"
+                f"{self.path} is written by another process: give each replica a separate name"
             ) from None
         self._file, self._size = file, os.fstat(file).st_size
         if self._size and os.pread(file, 1, self._size - 1) != b"\n":

@@ -118,7 +118,7 @@ class Versions:
         return self._forms.get((self.active.name, tower))
 
     def has_teacher(self, name: str) -> bool:
-        """Return whether a version has a teacher. A version without towers uses those of all versions."""
+        """Return whether a version has a teacher; if versions have no towers, one teacher serves all."""
         towers = next((each.towers for each in self.served if each.name == name), None)
         return towers is None or towers.teacher is not None
 

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class ScalingNoteStub:
-    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its cluster
-    serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status: ErrorInfo has the
-    code, BadRequest the field, RetryInfo the time after which to try again.
+    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its
+    cluster serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status:
+    ErrorInfo has the code, BadRequest the field, RetryInfo the time after which to try again.
     """
 
     def __init__(self, channel):
@@ -70,9 +70,9 @@ class ScalingNoteStub:
 
 
 class ScalingNoteServicer:
-    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its cluster
-    serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status: ErrorInfo has the
-    code, BadRequest the field, RetryInfo the time after which to try again.
+    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its
+    cluster serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status:
+    ErrorInfo has the code, BadRequest the field, RetryInfo the time after which to try again.
     """
 
     def Search(self, request, context):
@@ -159,9 +159,9 @@ def add_ScalingNoteServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ScalingNote:
-    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its cluster
-    serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status: ErrorInfo has the
-    code, BadRequest the field, RetryInfo the time after which to try again.
+    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its
+    cluster serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status:
+    ErrorInfo has the code, BadRequest the field, RetryInfo the time after which to try again.
     """
 
     @staticmethod

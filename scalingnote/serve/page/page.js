@@ -127,7 +127,7 @@ function showAnswers(requests, outcomes) {
   if (info === NOTHING || (other && performance.now() - learnt > LEARN_MS)) learn();
 }
 
-/** Keep the focus on its document, move it to the first if that is gone, and return it from similar documents. */
+/** Keep the focus on its document, or move it to the first one; move it back when similar documents are left. */
 function refocus(focused) {
   const at = doc => doc && byId("columns").querySelector(`.card[data-doc="${CSS.escape(doc)}"] .title`);
   const left = shown.similar !== state.similar ? shown.similar : null;
