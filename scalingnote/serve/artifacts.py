@@ -209,7 +209,7 @@ def _serve_index(
 
 
 def _live_catalog(
-    index: Artifact, towers: PairedTowers, live: LiveServe, run: RunConfig, own: tuple[str, ...]
+    index: Artifact, towers: PairedTowers, live: LiveServe, run: RunConfig, own_arms: tuple[str, ...]
 ) -> LiveCatalog:
     if "://" in live.folder:
         raise ConfigError(f"serve.live.folder is {live.folder}: its logs are files, name a folder")
@@ -224,7 +224,7 @@ def _live_catalog(
         snippet_chars=int(index.manifest.config["snippet_chars"]),
         bm25_terms=None if run.bm25 is None else location_of(pipeline.locate(run, "bm25_terms")),
     )
-    return LiveCatalog(folder, LivePair(index.uri, documents, towers), live.delta, own)
+    return LiveCatalog(folder, LivePair(index.uri, documents, towers), live.delta, own_arms)
 
 
 def _teacher(config: ServeConfig, run: RunConfig | None, dim: int) -> Location | None:

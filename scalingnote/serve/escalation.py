@@ -51,7 +51,7 @@ class Teacher:
         self._max_waiting = max(1, int(SHARE_OF_REQUESTS * in_flight))
 
     async def search(
-        self, text: str, query: Query, found: Candidates, find: Find, timer: RequestTimer
+        self, text: str, query: Query, candidates: Candidates, find: Find, timer: RequestTimer
     ) -> tuple[Query, Candidates, str]:
         """Return the teacher's query and its candidates if the student is uncertain, else the student's.
 
@@ -60,19 +60,19 @@ class Teacher:
         Args:
             text: of the query.
             query: with the student's embedding.
-            found: candidates of this query.
+            candidates: of this query.
             find: searches again.
             timer: of the request.
         """
-        if not self._window.is_uncertain(found.dense):
-            return query, found, ""
+        if not self._window.is_uncertain(candidates.dense):
+            return query, candidates, ""
         embedding = await self._encode(text, query.version, timer.left_s())
         if isinstance(embedding, str):
-            return query, found, embedding
+            return query, candidates, embedding
         second = replace(query, embedding=embedding)
         answer = await find(second, timer.left_s())
-        if isinstance(answer, Refused) or len(answer.missing) > len(found.missing):
-            return query, found, "teacher_late"
+        if isinstance(answer, Refused) or len(answer.missing) > len(candidates.missing):
+            return query, candidates, "teacher_late"
         return second, answer, ""
 
     async def _encode(self, query: str, version: str, left_s: float) -> Float[ndarray, "one dim"] | str:

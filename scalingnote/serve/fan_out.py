@@ -202,7 +202,7 @@ class FanOut:
     ) -> None:
         hedge = Hedge() if hedged else None
         pairs = zip(targets, groups, strict=True)
-        self._targets = [Target(number, handle, held, hedge) for number, (handle, held) in enumerate(pairs)]
+        self._targets = [Target(n, handle, numbers, hedge) for n, (handle, numbers) in enumerate(pairs)]
         self._is_local = all(isinstance(handle, LocalHandle) for handle in targets)
 
     @classmethod

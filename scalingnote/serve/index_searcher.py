@@ -189,7 +189,7 @@ class IndexSearcher:
                 needed = await asyncio.to_thread(self._catalog.names_to_keep, version)
                 needed |= self._active_lately(served[0].name)
                 # Searches that run or wait have a reference to their searcher.
-                self._held = {name: held for name, held in self._held.items() if name in needed}
+                self._held = {name: searcher for name, searcher in self._held.items() if name in needed}
                 self._held[version.name] = await asyncio.to_thread(self._open, version)
             self._held_until[version.name] = time.monotonic() + OPEN_TIMEOUT_S
 
@@ -207,10 +207,10 @@ class IndexSearcher:
         """Release versions that the catalog has not listed for some seconds, if the active one is open."""
         served = await asyncio.to_thread(self._catalog.read)
         self._active_lately(served[0].name)
-        listed, now = {version.name for version in served}, time.monotonic()
+        listed_names, now = {version.name for version in served}, time.monotonic()
         if served[0].name in self._held:
             until = {
-                name: now + RELEASE_AFTER_S if name in listed else self._held_until[name]
+                name: now + RELEASE_AFTER_S if name in listed_names else self._held_until[name]
                 for name in self._held
             }
             self._held_until = {name: end for name, end in until.items() if end > now}

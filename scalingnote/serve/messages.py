@@ -405,9 +405,9 @@ def check_batch(rows: Sequence[object], field: str) -> None:
         raise invalid(f"{len(rows)} at once: send up to {MAX_BATCH}", field)
 
 
-def query_text(given: str, limits: Limits) -> str:
+def query_text(text: str, limits: Limits) -> str:
     """Strip the spaces around a query; RefusedError if it is empty or too long."""
-    query = given.strip()
+    query = text.strip()
     if not query:
         raise invalid("query is empty: send some text", "query")
     if len(query) > limits.max_query_chars:

@@ -170,9 +170,9 @@ def _too_much(together: Mapping[str, float], nodes: Sequence[Node]) -> list[str]
 
 def _has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """Return whether a node has the labels: each a value or Ray's ``in(a, b)``; ``!`` negates it."""
-    for name, wanted in selector.items():
-        values = re.split(r",\s*", re.sub(r"^!?(in\()?|\)$", "", wanted))
-        if (labels.get(name) in values) == wanted.startswith("!"):
+    for name, pattern in selector.items():
+        values = re.split(r",\s*", re.sub(r"^!?(in\()?|\)$", "", pattern))
+        if (labels.get(name) in values) == pattern.startswith("!"):
             return False
     return True
 

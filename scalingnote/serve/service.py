@@ -113,15 +113,15 @@ class Service:
         joining = messages.joining(request.dense_weight, sparse=layout.sparse)
         depth = messages.rerank_depth(request, served=self._deployed.reranker is not None)
         text = "" if request.query is None else messages.query_text(request.query, self._config.limits)
-        encoded = await self._encode(request, text, arm, version, timer)
+        encoded_query = await self._encode(request, text, arm, version, timer)
         # The teacher encodes only texts, without features of a user, for the documents that it encoded.
         has_teacher = arm.version is None and self.versions.has_teacher(version)
-        teacher = self._teacher if text and not encoded.personalised and has_teacher else None
+        teacher = self._teacher if text and not encoded_query.personalised and has_teacher else None
         candidate_count = max(request.k, depth, COMPARED if teacher else 0)
         student = Query(
-            encoded.embedding,
-            encoded.terms if layout.sparse else None,
-            encoded.personalised,
+            encoded_query.embedding,
+            encoded_query.terms if layout.sparse else None,
+            encoded_query.personalised,
             k=first_depth(candidate_count, layout),
             nprobe=request.nprobe,
             where=where,
@@ -206,8 +206,8 @@ class Service:
         queries = [messages.query_text(query, self._config.limits) for query in request.queries]
         user_id = request.user_id if arm.personalised else None
         encoder = at(arm.encoder, arm.version or self.versions.active.name)
-        encoded = await _in_time(encoder.encode_many.remote(queries, user_id), timer)
-        embeddings = [query.embedding[0].tolist() for query in encoded]
+        encoded_queries = await _in_time(encoder.encode_many.remote(queries, user_id), timer)
+        embeddings = [query.embedding[0].tolist() for query in encoded_queries]
         return {"embeddings": embeddings, "dim": len(embeddings[0]), "arm": arm.name}
 
     async def _candidates(self, query: Query, timer: RequestTimer) -> Candidates:
@@ -426,10 +426,10 @@ class Service:
 
 async def _in_time(call: Awaitable[T], timer: RequestTimer) -> T:
     """Return an encoder's answer; RefusedError (503) if there is none in time."""
-    (encoded,) = await gather_in_time([call], deadline_s=timer.left_s())
-    if encoded is None:
+    (answer,) = await gather_in_time([call], deadline_s=timer.left_s())
+    if answer is None:
         raise unavailable("the query encoder does not answer: try again")
-    return encoded
+    return answer
 
 
 def _refusal(refused: Refused) -> RefusedError:

@@ -91,17 +91,17 @@ class TowerVersions:
     async def ping(self) -> bool:
         """Return whether the tower of the active version answers."""
         active = (await asyncio.to_thread(self._catalog.read))[0].name
-        chosen = self._held.get(active)
-        return chosen is None or await self._opened[chosen].ping()
+        key = self._held.get(active)
+        return key is None or await self._opened[key].ping()
 
     async def _release(self, version: Version) -> None:
         needed = await asyncio.to_thread(self._catalog.names_to_keep, version)
         since = time.monotonic() - RELEASE_AFTER_S
         self._named_at = {name: at for name, at in self._named_at.items() if at > since}
         kept_names = needed | self._named_at.keys()
-        self._held = {name: chosen for name, chosen in self._held.items() if name in kept_names}
-        used = {*self._held.values()}
-        self._opened = {chosen: tower for chosen, tower in self._opened.items() if chosen in used}
+        self._held = {name: key for name, key in self._held.items() if name in kept_names}
+        used_keys = {*self._held.values()}
+        self._opened = {key: tower for key, tower in self._opened.items() if key in used_keys}
 
     async def _release_later(self, version: Version) -> None:
         await asyncio.sleep(2 * RELEASE_AFTER_S)
@@ -112,20 +112,18 @@ class TowerVersions:
         self._named_at[name] = time.monotonic()
         if name not in self._held:
             await self.load(version_named(await asyncio.to_thread(self._catalog.read), name))
-        chosen = self._held[name]
-        return None if chosen is None else self._opened[chosen]
+        key = self._held[name]
+        return None if key is None else self._opened[key]
 
     def _hold(self, version: Version) -> None:
         if version.towers is None:  # the version of an arm that names its index, and has a separate encoder
             return
-        chosen = self._choose(version.towers)
-        if chosen is not None and chosen not in self._opened:
+        key = self._choose(version.towers)
+        if key is not None and key not in self._opened:
             log.info("opening the %s tower of index version %s", self._part, version.name)
-            self._opened[chosen] = (
-                ArmEncoder(chosen) if isinstance(chosen, QueryPathParts) else DocumentTower(chosen)
-            )
-            self._resize_cache(self._opened[chosen])
-        self._held[version.name] = chosen
+            self._opened[key] = ArmEncoder(key) if isinstance(key, QueryPathParts) else DocumentTower(key)
+            self._resize_cache(self._opened[key])
+        self._held[version.name] = key
 
     def _resize_cache(self, tower: TextTower) -> None:
         if isinstance(tower, ArmEncoder):

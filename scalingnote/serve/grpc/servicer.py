@@ -219,8 +219,8 @@ def _plain(value: Any) -> Any:
 
 def _document(hit: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a hit or a document; fields that only this index has become entries of ``fields``."""
-    known = {name: value for name, value in hit.items() if name in _NAMED}
-    return {**known, "fields": {name: value for name, value in hit.items() if name not in _NAMED}}
+    known_fields = {name: value for name, value in hit.items() if name in _NAMED}
+    return {**known_fields, "fields": {name: value for name, value in hit.items() if name not in _NAMED}}
 
 
 _NAMED = frozenset(pb.Hit.DESCRIPTOR.fields_by_name) - {"fields"}
