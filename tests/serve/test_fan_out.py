@@ -35,12 +35,12 @@ def query(number: int = 0, k: int = 10) -> Query:
     return Query(np.float32([[number]]), k=k, version="v")
 
 
-def of_group(group: int, query_: Query) -> Candidates:
+def of_group(group: int, request: Query) -> Candidates:
     """Return five candidates; the scores of groups interleave, and some are equal."""
     ids = group + GROUPS * np.arange(ROWS)
-    scores = np.float32((ids * 7 + int(query_.embedding[0, 0])) % 50)
+    scores = np.float32((ids * 7 + int(request.embedding[0, 0])) % 50)
     documents = [dict.fromkeys(SHARD_DOCUMENTS.names, str(each)) for each in ids]
-    return Candidates(ids, np.full(ROWS, group), scores, None, documents, searched=1, version=query_.version)
+    return Candidates(ids, np.full(ROWS, group), scores, None, documents, searched=1, version=request.version)
 
 
 class Replica:
@@ -76,8 +76,8 @@ class Replica:
             self.in_flight -= 1
         return pickle.dumps([self.answer(each) for each in queries])
 
-    def answer(self, query_: Query) -> Answer:
-        return of_group(self._group, query_)
+    def answer(self, request: Query) -> Answer:
+        return of_group(self._group, request)
 
 
 def direct(replicas: Sequence[Any], *, hedged: bool = False) -> FanOut:
@@ -134,8 +134,8 @@ def test_aggregators_give_the_results_of_direct_calls():
 class Hybrid(Replica):
     """A group with scores of terms."""
 
-    def answer(self, query_: Query) -> Answer:
-        return replace(of_group(self._group, query_), sparse=np.arange(ROWS, dtype=np.float32))
+    def answer(self, request: Query) -> Answer:
+        return replace(of_group(self._group, request), sparse=np.arange(ROWS, dtype=np.float32))
 
 
 def test_an_aggregator_returns_all_candidates_with_terms():
@@ -199,7 +199,7 @@ def test_scores_of_terms_survive_an_aggregator_without_results():
 
 def test_a_refusal_of_one_group_is_the_answer():
     class Refusing(Replica):
-        def answer(self, query_: Query) -> Answer:
+        def answer(self, request: Query) -> Answer:
             return Refused("no such field")
 
     through, _ = tree([Replica(0), Refusing(1), Replica(2), Replica(3)], 2)
