@@ -117,7 +117,7 @@ def test_a_job_ends_with_its_cluster_and_is_retried(name):
 
 
 @every_job
-def test_a_driver_has_a_separate_node_that_is_not_spot(name):
+def test_a_driver_has_a_separate_on_demand_node(name):
     assert json.loads(MANIFESTS[name]["spec"]["entrypointResources"]) == {"driver": 1}
     (driver,) = (group for group in cluster_of(name)["workerGroupSpecs"] if group["groupName"] == "driver")
     assert json.loads(json.loads(driver["rayStartParams"]["resources"])) == {"driver": 1}
