@@ -1,7 +1,7 @@
 """The service of the gateway, for HTTP and gRPC: it answers a checked request within a deadline.
 
     query ─► encoder of the arm ─► every group of shards, one version ─► merge ─► cross-encoder, if requested
-                  └── teacher ◄── if the best scores are close together ◄─┘
+                  └── teacher ◄── if the best scores are close together ◄────┘
 
 One arm (a query tower, an index version, personal or not) and one version of the index answer a request. Both
 are chosen when it arrives. No request waits longer than its deadline: a slow or dead group of shards is left
