@@ -217,7 +217,7 @@ class PairFiller:
         self._known = {doc_id for _, doc_ids in target_writes for doc_id in doc_ids}
 
     def note(self, doc_ids: Sequence[str]) -> None:
-        """Skip documents that another write puts into the target. The caller holds the lock."""
+        """Mark documents that another write put into the target, to skip them. The caller holds the lock."""
         self._known.update(doc_ids)
 
     async def run(self, encoder: Handle) -> None:
