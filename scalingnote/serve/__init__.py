@@ -1,1 +1,1 @@
-"""Ray Serve applications: gateway, query encoder, index shards, search page."""
+"""The Ray Serve application: gateway, query encoders, index searchers, writer, and the search page."""

@@ -1,9 +1,9 @@
-"""Access control of the gateway, for HTTP and gRPC alike: API keys, rate limits, limits of load and size.
+"""Access control of the gateway, for HTTP and gRPC: API keys, rate limits, limits of load and size.
 
     request id ─► API key ─► rate of this client ─► requests in flight ─► size and type of the body ─► API
 
-A gateway replica has one :class:`Admission`, so the limits count requests of both protocols together.
-:class:`AccessMiddleware` applies it to HTTP and reports every request when it is answered. It is plain ASGI
+A gateway replica has one :class:`Admission`, so the limits count the requests of both protocols together.
+:class:`AccessMiddleware` applies it to HTTP and reports every request after its answer. It is plain ASGI
 because it runs for every request.
 """
 
@@ -31,11 +31,12 @@ RequestCallback = Callable[[str, RequestRecord, int, float], None]  # path, reco
 MAX_CLIENTS = 10_000  # clients whose rates are remembered
 MIN_KEY_CHARS = 16
 HEALTH_PATHS = ("/healthz", "/health")
-PUBLIC_PATHS = ("/", *HEALTH_PATHS, "/openapi.json")  # without a key: nothing in them is secret
+PUBLIC_PATHS = ("/", *HEALTH_PATHS, "/openapi.json")  # they need no key: nothing in them is secret
 PAGE_PREFIX = "/page/"
 ADMIN_PREFIX = "/admin/"
 OPENAI_PREFIX = "/v1/"
-# Code, and what OpenAPI says, of a status; gRPC has a code for each too (scalingnote.serve.grpc.servicer).
+# The code of a status and its description in OpenAPI. gRPC has a code for each, too
+# (scalingnote.serve.grpc.servicer).
 REFUSALS = {
     400: ("invalid", "the body ended early; below /v1 also an invalid request"),
     401: ("unauthorized", "no API key, or an unknown one"),
@@ -52,13 +53,13 @@ REFUSALS = {
     ),
     415: ("unsupported_media_type", "the body is not application/json"),
     422: ("invalid", "an invalid request: `field` names the place"),
-    429: ("rate_limited", "the rate of this client is used up: Retry-After says until when"),
-    500: ("internal", "a fault of the server, in its log under the request id"),
-    503: ("unavailable", "too many requests, or no answer in time: Retry-After says when to try again"),
+    429: ("rate_limited", "this client exceeds its rate: Retry-After has the seconds to wait"),
+    500: ("internal", "a fault of the server: its log has the error under the request id"),
+    503: ("unavailable", "too many requests, or no answer in time: Retry-After has the seconds to wait"),
 }
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 SCHEME = re.compile(rb"^\s*bearer\s+", re.IGNORECASE)  # in any case, RFC 9110
-CLIENT_CLOSED_REQUEST = 499  # status of nginx and Ray Serve for a request whose client went away
+CLIENT_CLOSED_REQUEST = 499  # status in nginx and Ray Serve of a request if its client closes the connection
 log = get_logger()
 
 
@@ -66,14 +67,14 @@ log = get_logger()
 
 
 class RefusedError(Exception):
-    """A request that is not answered; the client gets a :class:`~scalingnote.serve.messages.Refusal`.
+    """A refused request; the client receives a :class:`~scalingnote.serve.messages.Refusal`.
 
     Args:
         status: of HTTP, one of REFUSALS.
         message: for people.
-        field: of the request, where one field is the reason.
+        field: of the request, if one field is the reason.
         retry_after_s: seconds after which the same request may succeed.
-        code: for programs, one word; by default that of the status.
+        code: for programs, one word; by default the code of the status.
     """
 
     def __init__(
@@ -92,34 +93,37 @@ class RefusedError(Exception):
 
 
 def invalid(message: str, field: str | None = None) -> RefusedError:
-    """422: the request is invalid on any server."""
+    """Return an error with status 422: the request is invalid."""
     return RefusedError(422, message, field)
 
 
 def not_found(message: str) -> RefusedError:
-    """404."""
+    """Return an error with status 404."""
     return RefusedError(404, message)
 
 
 def conflict(message: str) -> RefusedError:
-    """409: this server is not configured for the request."""
+    """Return an error with status 409: this server is not configured for the request."""
     return RefusedError(409, message)
 
 
 def unavailable(message: str) -> RefusedError:
-    """503: a later attempt may succeed."""
+    """Return an error with status 503: a later attempt may succeed."""
     return RefusedError(503, message, retry_after_s=1)
 
 
 def validation_refusal(problems: Sequence[Mapping[str, Any]]) -> RefusedError:
-    """422 with the first of pydantic's `problems`; without the input, because JSON cannot represent NaN."""
+    """Return an error with status 422 and the first of pydantic's `problems`.
+
+    It leaves out the input, because JSON cannot represent NaN.
+    """
     first, *more = problems
     field = ".".join(str(step) for step in first["loc"]) or None
     return invalid(first["msg"] + (f" (and {len(more)} more)" if more else ""), field)
 
 
 def as_refused(error: Exception, request_id: str) -> RefusedError:
-    """A refusal as it is; any other error as a fault of the server, which is logged."""
+    """Return a refusal unchanged; log any other error and return it as a fault of the server."""
     if isinstance(error, RefusedError):
         return error
     log.error("request %s failed", request_id, exc_info=error)
@@ -127,9 +131,9 @@ def as_refused(error: Exception, request_id: str) -> RefusedError:
 
 
 def refusal_response(refused: RefusedError, scope: Scope) -> Response:
-    """The HTTP response of a refusal, with its code in the request's record.
+    """Build the HTTP response of a refusal, and store its code in the record of the request.
 
-    Below ``/v1`` status and body are those of OpenAI, where a wrong request gets 400.
+    Below ``/v1`` status and body are those of OpenAI, which answers an invalid request by 400.
     """
     record: RequestRecord = scope["state"]["record"]
     record.refused = refused.code
@@ -152,15 +156,16 @@ def refusal_response(refused: RefusedError, scope: Scope) -> Response:
 
 
 class Admission:
-    """Counts the requests in flight, and the rate of each client by a token bucket.
+    """The number of requests in flight, and a token bucket for the rate of each client.
 
     Args:
         limits: of load, rate and size.
         keys: SHA-256 digests of the API keys, see :func:`read_keys`; None: no key is needed.
-        is_open: without keys, clients on other machines are allowed (``serve.allow_unauthenticated``).
+        is_open: whether clients on other machines are allowed without keys
+            (``serve.allow_unauthenticated``).
 
     Attributes:
-        limits: may be set while requests are answered; a client's bucket keeps its tokens.
+        limits: may be set while requests are answered; the bucket of a client keeps its tokens.
     """
 
     def __init__(
@@ -168,7 +173,7 @@ class Admission:
     ) -> None:
         self.limits, self._keys, self._is_open = limits, keys, is_open
         self.in_flight = 0
-        # By address or digest of the key: tokens left, and the time at which they were counted.
+        # By address or digest of the key: remaining tokens, and the time when they were counted.
         self._buckets: OrderedDict[str | bytes, tuple[float, float]] = OrderedDict()
 
     @contextmanager
@@ -184,11 +189,11 @@ class Admission:
         """Raise RefusedError unless a request is allowed.
 
         Args:
-            authorization: the header of that name, empty without one.
+            authorization: the header of this name, empty without one.
             address: of the client, without its port.
             size: bytes of the body, as far as they are known.
-            public: no key is needed, and no rate is counted: a page loads many files, and all clients
-                behind a proxy may share one address.
+            public: whether no key is needed and no rate is counted, because a page loads many files, and all
+                clients behind a proxy may share one address.
         """
         wait_s = 0.0 if public else self._take_token(self._client(authorization, address))
         if wait_s > 0:
@@ -199,7 +204,7 @@ class Admission:
         self.check_size(size)
 
     def check_size(self, size: int) -> None:
-        """Raise RefusedError when a body is larger than ``limits.max_body_bytes``."""
+        """Raise RefusedError if a body is larger than ``limits.max_body_bytes``."""
         limit = self.limits.max_body_bytes
         if size > limit:
             message = f"the body is larger than {limit:,} bytes: send less at once"
@@ -208,9 +213,9 @@ class Admission:
     def admit_admin(self, address: str, host: bytes, origin: bytes) -> None:
         """Raise RefusedError unless a request for ``/admin`` is allowed; called after :meth:`admit`.
 
-        A key is enough. Without keys only this machine may administer. In a browser on this machine any
-        page could send such a request: a page of another site has another `origin`, and a name that was
-        pointed to this address (DNS rebinding) is another `host`.
+        With keys, :meth:`admit` has checked the key. Without keys, only clients on this machine are allowed.
+        In a browser on this machine any page could send such a request: a page of another site has another
+        `origin`, and a name that was made to resolve to this address (DNS rebinding) is another `host`.
         """
         if self._keys is not None:
             return
@@ -219,13 +224,13 @@ class Admission:
         host_name = _host_name(host)
         if address not in LOOPBACK or host_name not in LOOPBACK:
             source = f"from {address} for {host_name or 'no host'}"
-            message = f"without serve.api_keys /admin is for this machine alone, not {source}"
+            message = f"without serve.api_keys /admin is only for this machine, not {source}"
             raise RefusedError(403, message)
         if origin and origin.rpartition(b"//")[2] != host:
             raise RefusedError(403, "/admin is not for pages of other sites")
 
     def _client(self, authorization: bytes, address: str) -> str | bytes:
-        """The key of the client's rate: its API key's digest, or its address where no key is needed."""
+        """Return the client's name in the rates: the digest of its API key, or its address without keys."""
         if self._keys is None:
             return address
         digest = hashlib.sha256(SCHEME.sub(b"", authorization).strip()).digest()
@@ -234,7 +239,7 @@ class Admission:
         return digest
 
     def _take_token(self, client: str | bytes) -> float:
-        """Take a token from the client's bucket: 0 if there was one, else the seconds until there is one."""
+        """Take a token from the client's bucket; return 0, or the seconds until the bucket has a token."""
         rate, burst = self.limits.rate, float(self.limits.burst)
         if rate is None:
             return 0.0
@@ -244,36 +249,36 @@ class Admission:
         allowed = tokens >= 1
         self._buckets[client] = (tokens - allowed, now)
         if len(self._buckets) > MAX_CLIENTS:
-            self._buckets.popitem(last=False)  # the client idle for longest most likely has a full bucket
+            self._buckets.popitem(last=False)  # the bucket of the client that is idle longest is likely full
         return 0.0 if allowed else (1 - tokens) / rate
 
 
 def read_keys(path: str | None) -> frozenset[bytes] | None:
-    """Digests of the API keys in a file, one a line; ConfigError when it has none or a short one."""
+    """Return digests of the API keys in a file, one per line; ConfigError if it has none or a short one."""
     if path is None:
         return None
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split()  # some editors put a mark in front
+        lines = Path(path).read_text(encoding="utf-8-sig").split()  # some editors write a byte order mark
     except OSError as error:
         raise ConfigError(f"serve.api_keys {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"serve.api_keys {path} is no UTF-8 ({error}): save it as UTF-8") from None
+        raise ConfigError(f"serve.api_keys {path} is not UTF-8 ({error}): save it as UTF-8") from None
     if not lines or min(map(len, lines)) < MIN_KEY_CHARS:
         raise ConfigError(
-            f"serve.api_keys {path}: write one key a line, each of {MIN_KEY_CHARS} characters or more"
+            f"serve.api_keys {path}: write one key per line, each of {MIN_KEY_CHARS} characters or more"
         )
     return frozenset(hashlib.sha256(line.encode()).digest() for line in lines)
 
 
 def request_id(header: bytes) -> str:
-    """The id that a client sent, if it is short and printable; else a new one."""
+    """Return the id that a client sent if it is short and printable, else a new one."""
     if 0 < len(header) <= 64 and header.isascii() and header.decode().isprintable() and b" " not in header:
         return header.decode()
     return secrets.token_hex(16)
 
 
 def _host_name(host: bytes) -> str:
-    """The name in a Host header, without its port and without the brackets of an IPv6 address."""
+    """Return the name in a Host header, without its port and without the brackets of an IPv6 address."""
     name = host.decode("latin-1")
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
 
@@ -282,15 +287,15 @@ def _host_name(host: bytes) -> str:
 
 
 class AccessMiddleware:
-    """ASGI middleware that admits requests, and gives each a record, ``scope["state"]["record"]``.
+    """ASGI middleware that admits requests and adds a record to each, ``scope["state"]["record"]``.
 
-    A HEAD is answered as a GET, and the body is not sent.
+    A HEAD is answered like a GET, without the body.
 
     Args:
         app: the ASGI application behind it.
         admission: shared with the gRPC side.
-        on_done: called for each request after its answer, with the route's path and the record.
-        in_serve: Ray Serve writes the header ``x-request-id`` itself.
+        on_done: called for each request after its answer, with the path of the route and the record.
+        in_serve: whether Ray Serve writes the header ``x-request-id`` itself.
     """
 
     def __init__(
@@ -304,7 +309,7 @@ class AccessMiddleware:
         self._app, self._admission, self._on_done, self._in_serve = app, admission, on_done, in_serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Answer or refuse a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -314,11 +319,11 @@ class AccessMiddleware:
         record = RequestRecord(request_id(headers.get(b"x-request-id", b"")))
         scope.setdefault("state", {})["record"] = record
         id_header = () if self._in_serve else ((b"x-request-id", record.request_id.encode()),)
-        asked, received_bytes = scope, 0
+        app_scope, received_bytes = scope, 0
         if scope["method"] == "HEAD":
-            asked, send = {**scope, "method": "GET"}, _without_body(send)
+            app_scope, send = {**scope, "method": "GET"}, _without_body(send)
 
-        async def receive_limited() -> Message:  # a chunked body does not announce its length
+        async def receive_limited() -> Message:  # a chunked body has no content-length
             nonlocal received_bytes
             message = await receive()
             received_bytes += len(message.get("body", b""))
@@ -335,7 +340,7 @@ class AccessMiddleware:
         with self._admission.count_request():
             try:
                 self._admit(scope, headers)
-                await self._app(asked, receive_limited, send_answer)
+                await self._app(app_scope, receive_limited, send_answer)
             except RefusedError as refused:
                 await refusal_response(refused, scope)(scope, receive, send_answer)
             except asyncio.CancelledError:
@@ -343,14 +348,14 @@ class AccessMiddleware:
                 raise
             finally:
                 if self._on_done is not None:
-                    # The route's pattern: paths with ids in them would be a metric label each.
-                    path = getattr(asked.get("route"), "path", "other")
+                    # The pattern of the route: a path with an id in it would be a metric label for each id.
+                    path = getattr(app_scope.get("route"), "path", "other")
                     self._on_done(path, record, status or 500, time.perf_counter() - started)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         path = scope["path"]
         if path in HEALTH_PATHS:
-            return  # health checks must pass on an overloaded server, too
+            return  # health checks must succeed on an overloaded server, too
         length = headers.get(b"content-length", b"")
         address = (scope.get("client") or ("",))[0]
         self._admission.admit(
@@ -364,8 +369,8 @@ class AccessMiddleware:
         has_body = length not in {b"", b"0"} or b"transfer-encoding" in headers
         content_type = headers.get(b"content-type", b"of no content-type")
         if has_body and not _is_json(content_type):
-            shown = content_type[:100].decode("latin-1")
-            message = f"the body is {shown}: send content-type: application/json"
+            type_name = content_type[:100].decode("latin-1")
+            message = f"the body is {type_name}: send content-type: application/json"
             raise RefusedError(415, message)
 
 
@@ -375,7 +380,7 @@ def _is_json(content_type: bytes) -> bool:
 
 
 def _without_body(send: Send) -> Send:
-    """The same, for the answer of a HEAD."""
+    """Return a `send` for the answer of a HEAD: it sends headers, and an empty body."""
 
     async def send_message(message: Message) -> None:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)

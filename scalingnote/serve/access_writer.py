@@ -17,16 +17,16 @@ from scalingnote.core.log import get_logger
 
 FLUSH_S = 1.0  # between two writes
 MAX_FILE_BYTES = 64 << 20
-MAX_WAITING = 100_000  # records in memory; more are dropped and counted if a disk does not keep up
+MAX_WAITING = 100_000  # records in memory; if a disk is too slow, more are dropped and counted
 log = get_logger("access")
 
 
 class AccessWriter:
-    """Appends to ``{folder}/access-{replica}.jsonl``; full files become ``access-{replica}.{ns}.jsonl``.
+    """Writer of ``{folder}/access-{replica}.jsonl``; full files become ``access-{replica}.{ns}.jsonl``.
 
-    A thread writes records as JSON lines. Appending only adds to a queue in memory, so an event loop never
-    waits for a disk. A killed process loses at most the records since the last flush; flushed lines are whole
-    and synced.
+    A thread writes records as JSON lines. :meth:`append` only adds to a queue in memory, so an event loop
+    never waits for a disk. A killed process loses at most the records since the last flush. Flushed lines are
+    complete and synced.
     """
 
     def __init__(self, folder: str | Path, replica: str) -> None:
@@ -43,7 +43,7 @@ class AccessWriter:
         name = re.sub(r"[^A-Za-z0-9_-]", "_", replica)
         self._stem = Path(folder).absolute() / f"access-{name}"
         self._waiting: deque[Mapping[str, Any]] = deque()
-        self._unwritten: list[bytes] = []  # lines that a disk refused
+        self._unwritten: list[bytes] = []  # lines that could not be written
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._stem.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class AccessWriter:
         return self._stem.with_name(f"{self._stem.name}.jsonl")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Queue a record, which the caller must not change afterwards. Never waits or raises."""
+        """Queue a record, which the caller must not change afterwards. This never waits or raises."""
         if len(self._waiting) >= MAX_WAITING or self._stop.is_set():
             self.dropped += 1
         else:
@@ -71,9 +71,9 @@ class AccessWriter:
             lines = self._unwritten + [line for record in records if (line := self._line(record))]
             try:
                 self._write(lines)
-            except OSError as error:  # such as a full disk: the next flush tries again
+            except OSError as error:  # for example a full disk: the next flush tries again
                 if not self._unwritten:
-                    log.warning("%s takes no lines (%s): they are kept and tried again", self.path, error)
+                    log.warning("%s cannot be written (%s): its lines are kept for a retry", self.path, error)
             self.dropped += max(len(lines) - MAX_WAITING, 0)
             self._unwritten = lines[:MAX_WAITING]
 
@@ -99,14 +99,14 @@ class AccessWriter:
             text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         except (TypeError, ValueError) as error:
             self.dropped += 1
-            log.warning("a record is no JSON and was dropped: %s", error)
+            log.warning("a record cannot be written as JSON and was dropped: %s", error)
             return b""
         # Half of a surrogate pair becomes its escape sequence, which is valid JSON.
         return text.encode("utf-8", "backslashreplace") + b"\n"
 
     def _write(self, lines: list[bytes]) -> None:
         """Write lines with one call per file, and remove from the list those that are written."""
-        written = False
+        wrote_lines = False
         while lines:
             stop, size = 0, self._size
             while stop < len(lines) and (size == 0 or size + len(lines[stop]) <= MAX_FILE_BYTES):
@@ -117,8 +117,8 @@ class AccessWriter:
                 continue
             self._append(b"".join(lines[:stop]))
             del lines[:stop]
-            written = True
-        if written:
+            wrote_lines = True
+        if wrote_lines:
             os.fsync(self._file)
 
     def _append(self, data: bytes) -> None:
@@ -139,7 +139,7 @@ class AccessWriter:
         except OSError:
             os.close(file)
             raise ConfigError(
-                f"{self.path} is written by another process: give each replica a name of its own"
+                f"{self.path} is written by another process: give each replica a separate name"
             ) from None
         self._file, self._size = file, os.fstat(file).st_size
         if self._size and os.pread(file, 1, self._size - 1) != b"\n":

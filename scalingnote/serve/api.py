@@ -1,7 +1,7 @@
-"""The HTTP side of the gateway: paths, bodies and errors; requests are answered by the service.
+"""The HTTP side of the gateway: paths, bodies and errors. The service answers the requests.
 
-Answers are written as the service gives them: the models describe them to OpenAPI, and validating every
-answer against its model would take as long as a search.
+Answers are written as the service returns them. The models only describe them in OpenAPI, because validating
+every answer against its model would take as long as a search.
 """
 
 import asyncio
@@ -66,9 +66,10 @@ from scalingnote.serve.service import Service
 from scalingnote.serve.versions import Versions
 
 PAGE = Path(__file__).parent / "page"
-VERSION_POLL_INTERVAL_S = 0.5  # between two reads of the version that other gateways may have activated
+VERSION_POLL_INTERVAL_S = 0.5  # between two reads of the active version, which other gateways may change
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
-# The page runs its own scripts and styles, calls this server only, makes no markup of text, is in no frame.
+# The page loads scripts and styles only from this server, calls only this server, does not turn text into
+# markup, and cannot be put in a frame.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -78,12 +79,12 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
 
 def refusals(*statuses: int, model: type[BaseModel] = messages.Refusal) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of these statuses."""
+    """Return the OpenAPI descriptions of these statuses."""
     return {status: {"model": model, "description": REFUSALS[status][1]} for status in statuses}
 
 
 class _AnyText(PathConvertor):
-    """The rest of a path: ids have slashes, and line ends too, which the framework's own stops at."""
+    """The rest of a path. Ids may have slashes and line ends; the framework's own stops at a line end."""
 
     regex = r"[\s\S]*"
 
@@ -92,12 +93,13 @@ register_url_convertor("any", _AnyText())
 
 
 class Api(FastAPI):
-    """A FastAPI application with admission, and fast routes for JSON bodies, in front of FastAPI's layers.
+    """A FastAPI application with admission and fast routes for JSON bodies in front of FastAPI's layers.
 
-    FastAPI parses a body to Python values and those to the model, resolves dependencies and enters exit
-    stacks, behind several middlewares: 77 us for a /search whose service answers at once, against 15 us here
-    (33 us with FastAPI's middlewares alone). The routes of :meth:`post_json` therefore validate the bytes of
-    the body directly. They are FastAPI routes nevertheless, so OpenAPI describes them like the others.
+    FastAPI parses a body to Python values and validates these against the model, resolves dependencies and
+    enters exit stacks, behind several middlewares. This takes 77 us for a /search with a service that answers
+    at once, against 15 us here (33 us with only FastAPI's middlewares). The routes of :meth:`post_json`
+    therefore validate the bytes of the body directly. They are still FastAPI routes, so OpenAPI describes
+    them like the others.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -112,11 +114,11 @@ class Api(FastAPI):
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an admitted request."""
-        found = self._json_routes.get(scope["path"]) if scope.get("method") == "POST" else None
-        if found is None:
+        route_entry = self._json_routes.get(scope["path"]) if scope.get("method") == "POST" else None
+        if route_entry is None:
             await super().__call__(scope, receive, send)
             return
-        route, handler, model, takes_request = found
+        route, handler, model, takes_request = route_entry
         scope["route"] = route
         request = Request(scope, receive, send)
         try:
@@ -127,28 +129,28 @@ class Api(FastAPI):
         await response(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        """The description of all paths, with the status of invalid requests below ``/v1``."""
-        described = super().openapi()
-        for path, operations in described["paths"].items():
+        """Return the description of all paths. It has no 422 below ``/v1``, which answers 400 instead."""
+        schema = super().openapi()
+        for path, operations in schema["paths"].items():
             for operation in operations.values() if path.startswith(OPENAI_PREFIX) else ():
                 operation["responses"].pop("422", None)
-        return described
+        return schema
 
     def post_json(
         self, path: str, response: Any, *statuses: int, model: type[BaseModel] = messages.Refusal
     ) -> Callable[[Handler], Handler]:
-        """Decorator of a handler of (body) or (body, request), with the body as its pydantic model.
+        """Decorate a handler of (body) or (body, request); the body is an instance of its pydantic model.
 
         Args:
             path: of the request.
             response: model of its answer, for OpenAPI.
-            statuses: of refusals, beside 422 and those of every path.
+            statuses: of refusals, in addition to 422 and those of every path.
             model: of refusals.
         """
-        refused = refusals(422, *statuses, model=model)
+        responses = refusals(422, *statuses, model=model)
 
         def add(handler: Handler) -> Handler:
-            self.add_api_route(path, handler, methods=["POST"], response_model=response, responses=refused)
+            self.add_api_route(path, handler, methods=["POST"], response_model=response, responses=responses)
             body, *more = (each.annotation for each in inspect.signature(handler).parameters.values())
             self._json_routes[path] = (self.router.routes[-1], handler, body, bool(more))
             return handler
@@ -157,7 +159,7 @@ class Api(FastAPI):
 
 
 async def _read_body(receive: Receive) -> bytes:
-    """The body of a request, without the framework's generator of its pieces, 2 % of a search's time."""
+    """Read the body without the framework's generator of pieces, which takes 2 % of the time of a search."""
     pieces, more = [], True
     while more:
         message = await receive()
@@ -174,31 +176,31 @@ def _validate(model: type[BaseModel], body: bytes) -> BaseModel:
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         if problems[0]["type"] == "json_invalid":
-            raise invalid(f"the body is no JSON: {problems[0]['ctx']['error']}") from None
+            raise invalid(f"the body is not JSON: {problems[0]['ctx']['error']}") from None
         raise validation_refusal(problems) from None
     STRICT.decode(body.decode())
     return valid
 
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a body; 422 if it has a name twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return an object of a body; 422 if it has a name twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         ((name, times),) = Counter(name for name, _ in pairs).most_common(1)
         raise invalid(f"{name!r} is {times} times in one object: send it once", name)
-    return found
+    return values
 
 
 def _no_number(name: str) -> None:
-    raise invalid(f"the body is no JSON: {name} is no number")
+    raise invalid(f"the body is not JSON: {name} is not a number")
 
 
-# After pydantic, which takes the last of equal names, and numbers that JSON does not have.
+# Checks what pydantic accepts: of equal names it takes the last, and it reads NaN and Infinity.
 STRICT = json.JSONDecoder(object_pairs_hook=_each_once, parse_constant=_no_number, parse_float=bool)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """The response to a request whose answer failed."""
+    """Return the response to a request that raised an error."""
     headers: Mapping[str, str] = {}
     match error:
         case RequestValidationError():  # of a path: bodies are validated above
@@ -216,17 +218,17 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _allow_header(request: Request) -> dict[str, str]:
-    """The header with the methods of a path: the framework names those of one of its routes."""
+    """Return the header with all methods of a path: the framework lists only those of one of its routes."""
     routes = [each for each in request.app.routes if isinstance(each, Route)]
-    matched = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
-    path = min((each.path for each in matched), key=lambda each: "{" in each, default="")
-    methods = {method for each in matched if each.path == path for method in each.methods or ()}
+    matching = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+    path = min((each.path for each in matching), key=lambda each: "{" in each, default="")
+    methods = {method for each in matching if each.path == path for method in each.methods or ()}
     methods |= {"HEAD"} if "GET" in methods else set()
     return {"allow": ", ".join(sorted(methods))} if methods else {}
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response of JSON."""
+    """Return a response with JSON content."""
     return Response(to_json(content), status, headers, media_type="application/json")
 
 
@@ -240,16 +242,16 @@ def build(
     on_poll: Callable[[], None] | None = None,
     in_serve: bool = False,
 ) -> FastAPI:
-    """The HTTP application.
+    """Build the HTTP application.
 
     Args:
-        service: answers the requests; without an index there are the paths of embeddings alone.
+        service: answers the requests; without an index there are only the paths of embeddings.
         config: limits and CORS.
-        admission: shared with the gRPC side; None: one of `config`, without API keys.
-        scrape: the text of ``/metrics``.
+        admission: shared with the gRPC side; None: a new one with the limits of `config`, without API keys.
+        scrape: returns the text of ``/metrics``.
         on_done: called for each request after its answer.
         on_poll: called every half second.
-        in_serve: Ray Serve adds the request id to answers.
+        in_serve: whether Ray Serve adds the request id to answers.
     """
     api = Api(
         title="ScalingNote search" if isinstance(service, Service) else "ScalingNote embeddings",
@@ -284,7 +286,7 @@ def build(
 async def _lifespan(
     service: Service | EmbeddingService, on_poll: Callable[[], None] | None, _: FastAPI
 ) -> AsyncIterator[None]:
-    """Open what is served at the start, and follow the active version until the end."""
+    """Open versions and towers at the start, and follow the active version until the end."""
 
     async def poll() -> None:
         if on_poll is not None:
@@ -306,34 +308,34 @@ async def _lifespan(
 def _add_search(api: Api, service: Service) -> None:
     @api.post_json("/search", messages.SearchResponse)
     async def search(body: messages.SearchRequest, request: Request) -> Response:
-        """The best documents for a text or a vector, best first."""
+        """Return the best documents for a text or a vector, best first."""
         return json_response(await service.search(body, request.scope["state"]["record"]))
 
     @api.post_json("/similar", messages.SearchResponse, 404)
     async def similar(body: messages.SimilarRequest, request: Request) -> Response:
-        """Documents similar to one of the index."""
+        """Return documents similar to one of the index."""
         return json_response(await service.similar(body, request.scope["state"]["record"]))
 
     @api.post_json("/encode", messages.EncodeResponse)
     async def encode(body: messages.EncodeRequest) -> Response:
-        """Unit embeddings of queries, as `/search` takes them for `vector`."""
+        """Return unit embeddings of queries, as `/search` takes them for `vector`."""
         return json_response(await service.encode(body))
 
     @api.get("/documents/{doc_id:any}", response_model=dict[str, Any], responses=refusals(404, 422))
     async def document(doc_id: messages.DocId) -> Response:
-        """A document in the form of a search result."""
+        """Return a document in the form of a search result."""
         return json_response(await service.document(doc_id))
 
 
 def _add_writes(api: Api, service: Service) -> None:
     @api.post_json("/documents", messages.Written, 409)
     async def upsert(body: messages.UpsertRequest) -> Response:
-        """Write documents, each in place of the one with its id; durable when it is answered."""
+        """Write documents, each in place of the one with its id. They are durable when this is answered."""
         return json_response(await service.writes.upsert(body))
 
     @api.post_json("/documents/delete", messages.Deleted, 409)
     async def delete(body: messages.DeleteRequest) -> Response:
-        """Delete documents; ids that are not in the index are no error."""
+        """Delete documents. An id that is not in the index is not an error."""
         return json_response(await service.writes.delete(body.doc_ids))
 
     @api.delete("/documents/{doc_id:any}", responses=refusals(409, 422))
@@ -343,112 +345,112 @@ def _add_writes(api: Api, service: Service) -> None:
 
 
 def _add_administration(api: Api, service: Service) -> None:
-    kept = service.versions
+    open_versions = service.versions
 
     @api.get("/admin/index", responses=refusals(403))
     async def versions() -> messages.IndexVersions:
-        """The versions of the index that are open."""
-        return _open_versions(kept)
+        """Return the versions of the index that are open."""
+        return _open_versions(open_versions)
 
     @api.post_json("/admin/index/activate", messages.IndexVersions, 403, 409)
     async def activate(body: messages.ActivateRequest) -> Response:
-        """Answer from another version, without a failed request; it is opened first, which may take long.
+        """Answer from another version, without a failed request. It is opened first, which may take long.
 
-        The towers that its index was built for are opened with it, and encode the queries that it answers.
+        The towers that its index was built for are opened with it, and encode its queries.
         """
         field = "version" if body.uri is None else "uri"
         try:
             if body.uri is not None:
-                version = await asyncio.to_thread(Version.with_towers, body.uri, kept.active.towers)
+                version = await asyncio.to_thread(Version.with_towers, body.uri, open_versions.active.towers)
             else:
                 version = await asyncio.to_thread(
-                    lambda: version_named(kept.catalog.read(), body.version or "")
+                    lambda: version_named(open_versions.catalog.read(), body.version or "")
                 )
         except (ScalingNoteError, OSError, ValueError) as error:  # the last two: of a malformed URI
             raise invalid(str(error), field) from None
         try:
-            await kept.activate(version)
+            await open_versions.activate(version)
         except ScalingNoteError as error:
             raise invalid(str(error), field) from None
-        return json_response(_open_versions(kept))
+        return json_response(_open_versions(open_versions))
 
     @api.post("/admin/index/compact", responses=refusals(403, 409))
     async def compact() -> messages.IndexVersions:
         """Write the next version of a live index now, and answer from it."""
         await service.writes.compact()
-        return _open_versions(kept)
+        return _open_versions(open_versions)
 
     @api.post("/admin/index/roll_back", responses=refusals(403, 409))
     async def roll_back() -> messages.IndexVersions:
         """Answer from the version that was active before this one."""
         try:
-            await kept.activate(await asyncio.to_thread(kept.catalog.previous))
+            await open_versions.activate(await asyncio.to_thread(open_versions.catalog.previous))
         except ScalingNoteError as error:
             raise conflict(str(error)) from None
-        return _open_versions(kept)
+        return _open_versions(open_versions)
 
 
 def _add_openai(api: Api, embeddings: EmbeddingService) -> None:
     @api.post_json("/v1/embeddings", EmbeddingList, *EVERYWHERE, 404, 409, model=OpenAIRefusal)
     async def openai_embeddings(body: EmbeddingRequest) -> Response:
-        """Embeddings of texts or of token ids, in the form of OpenAI."""
+        """Return embeddings of texts or of token ids, in the form of OpenAI."""
         return await asyncio.to_thread(json_response, await embeddings.openai(body))
 
     @api.get("/v1/models", responses=refusals(*EVERYWHERE, model=OpenAIRefusal))
     async def models() -> ModelList:
-        """The names that `/v1/embeddings` takes for `model`."""
+        """Return the names that `/v1/embeddings` takes for `model`."""
         return embeddings.models()
 
     @api.get("/v1/models/{name:any}", responses=refusals(*EVERYWHERE, 404, 409, 422, model=OpenAIRefusal))
     async def model(name: messages.Name) -> Model:
-        """One of the names that `/v1/embeddings` takes."""
+        """Return one of the names that `/v1/embeddings` takes."""
         return embeddings.model(name)
 
 
 def _add_tei(api: Api, embeddings: EmbeddingService) -> None:
     @api.post_json("/embed", list[list[float]], 409)
     async def embed(body: TeiEmbedRequest) -> Response:
-        """Embeddings of texts, in the form of TEI; headers say how many tokens were read and lost."""
+        """Return embeddings of texts, in the form of TEI. Headers have the counts of read and lost tokens."""
         rows, headers = await embeddings.embed(body)
         return await asyncio.to_thread(json_response, rows, headers=headers)
 
     @api.post_json("/embed_sparse", list[list[SparseValue]], 409)
     async def embed_sparse(body: TeiSparseRequest) -> Response:
-        """Terms of queries and their weights."""
+        """Return terms of queries and their weights."""
         return json_response(await embeddings.embed_sparse(body))
 
     @api.post_json("/rerank", list[Rank], 409)
     async def rerank(body: TeiRerankRequest) -> Response:
-        """Scores of texts for a query by the cross-encoder, best first."""
+        """Return the cross-encoder's scores of texts for a query, best first."""
         return json_response(await embeddings.rerank(body))
 
     @api.post_json("/similarity", list[float], 409)
     async def similarity(body: TeiSimilarityRequest) -> Response:
-        """Cosines of one text and others."""
+        """Return the similarities of one text to others: cosines, or inner products of a dot model."""
         return json_response(await embeddings.similarity(body))
 
     @api.post_json("/tokenize", list[list[Token]], 409)
     async def tokenize(body: TeiTokenizeRequest) -> Response:
-        """The tokens of texts."""
+        """Return the tokens of texts."""
         return json_response(await embeddings.tokenize(body))
 
 
 def _add_monitoring(api: Api, service: Service | EmbeddingService, scrape: Callable[[], str]) -> None:
     @api.get("/info", response_model=messages.Info if isinstance(service, Service) else messages.TowerInfo)
     async def info() -> Response:
-        """Arms, fields and limits of the service."""
+        """Return arms, fields and limits of the service."""
         return json_response(service.info())
 
     @api.get("/health", response_model=messages.Health, responses={503: {"model": messages.Health}})
     @api.get("/healthz", response_model=messages.Health, responses={503: {"model": messages.Health}})
     async def health() -> Response:
-        """Whether encoders and searchers answer; 503 when no query could be answered."""
+        """Return whether encoders and searchers answer; 503 if no query can be answered."""
         state = await service.health()
         return json_response(state, 503 if state.status == "down" else 200)
 
     @api.get("/metrics", response_class=PlainTextResponse)
     async def measured() -> PlainTextResponse:
-        """Metrics of all replicas on all nodes, in Prometheus' format."""
+        """Return the metrics of all replicas on all nodes, in Prometheus' format."""
         text = await asyncio.to_thread(scrape)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

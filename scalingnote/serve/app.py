@@ -1,7 +1,7 @@
 """The Serve application: a finished run, or an index and a query tower by URI, as a gateway and its replicas.
 
-`scalingnote serve` calls :func:`bind`. A Serve YAML names
-``import_path: scalingnote.serve.app:build`` and gives the fields of :class:`AppArgs` as its ``args``.
+`scalingnote serve` calls :func:`bind`. A Serve YAML has ``import_path: scalingnote.serve.app:build``, and the
+fields of :class:`AppArgs` as its ``args``.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ from scalingnote.serve.towers import DocumentTower
 from scalingnote.serve.writer import Writer
 from scalingnote.serve.writes import DocumentEncoder
 
-MAX_ONGOING_REQUESTS = 1000  # of a replica: calls wait in its batcher, or the gateway's admission refuses
-MAX_UNBATCHED = 5  # of a replica without batches: the others wait in Serve's queue
-HEALTH_CHECK_PERIOD_S = 2.0  # a dead replica is replaced after the next check: Ray Serve's own is every 10 s
+MAX_ONGOING_REQUESTS = 1000  # of a replica: calls wait in its batcher, or the gateway refuses them
+MAX_UNBATCHED = 5  # calls of a replica without batches: the others wait in Serve's queue
+HEALTH_CHECK_PERIOD_S = 2.0  # a dead replica is replaced after the next check; Ray Serve's default is 10 s
 
-# Allocations between two runs of the garbage collector. A search allocates some fifty containers and no
-# cycle: at Python's default of 700, the collector takes 1/40 of it.
+# Allocations between two runs of the garbage collector. A search allocates about fifty containers and no
+# cycle. At Python's default of 700, the collector takes 1/40 of the time of a search.
 GC_THRESHOLD = 20_000
 log = get_logger()
 
@@ -51,9 +51,9 @@ log = get_logger()
 
 
 class _Ingress:
-    """A replica that answers HTTP: its admission, its metrics, and the application that Serve asks it for."""
+    """A replica that answers HTTP: its admission, its metrics, and the application that Serve calls."""
 
-    _service: Any  # Service, or Embeddings of a model that is served alone
+    _service: Any  # Service, or EmbeddingService of a model that is served without an index
 
     def __init__(self, config: ServeConfig, loaded: Deployed) -> None:
         gc.set_threshold(GC_THRESHOLD)
@@ -68,7 +68,7 @@ class _Ingress:
         self._observer = RequestObserver(self._metrics, log)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve's hook: the HTTP side of this replica."""
+        """Build the HTTP side of this replica. Ray Serve calls this."""
         return api.build(
             self._service,
             self._config,
@@ -80,7 +80,7 @@ class _Ingress:
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's hook: take the settings that may change while this runs."""
+        """Apply the settings that may change while this replica runs. Ray Serve calls this."""
         config = self._settings.take(user_config)
         self._admission.limits = config.limits
         self._service.take_settings(config, refused=self._settings.refused)
@@ -89,7 +89,7 @@ class _Ingress:
                 await part.reconfigure({"query_cache": config.query_cache})
 
     async def check_health(self) -> None:
-        """Serve's question: an error where an encoder or the searcher of this process does not work."""
+        """Raise an error if an encoder or the searcher in this process fails. Ray Serve calls this."""
         await asyncio.gather(*(part.check_health() for part in self._own_parts))
 
     def _set_gauges(self) -> None:
@@ -102,7 +102,7 @@ class _Ingress:
 @serve.deployment
 @serve.ingress()
 class Gateway(_Ingress, Servicer):
-    """Ingress of the application, for HTTP and gRPC; its arguments are those of :func:`load_own_parts`."""
+    """Ingress of the application, for HTTP and gRPC. Its arguments are those of :func:`load_own_parts`."""
 
     def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
         loaded = load_own_parts(deployed, config)
@@ -114,7 +114,7 @@ class Gateway(_Ingress, Servicer):
 @serve.deployment
 @serve.ingress()
 class TowerGateway(_Ingress):
-    """Ingress of a model that is served without an index; its query side, if it has one, is the only arm."""
+    """Ingress of a model that is served without an index. Its query side, if it has one, is the only arm."""
 
     def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
         loaded = load_own_parts(deployed, config)
@@ -123,11 +123,11 @@ class TowerGateway(_Ingress):
 
 
 def load_own_parts(deployed: Deployed, config: ServeConfig) -> Deployed:
-    """The same parts, with those that this process is to load.
+    """Load the parts that this process runs itself, and return all parts.
 
     Args:
-        deployed: an arm's encoder is a handle, or the parts to load; of an index without searchers this
-            process holds all shards.
+        deployed: the encoder of an arm is a handle, or the parts to load. If there is an index and no
+            searcher, this process holds all shards.
         config: of the service.
     """
     catalog, searchers = deployed.catalog, deployed.searchers
@@ -145,12 +145,12 @@ def load_own_parts(deployed: Deployed, config: ServeConfig) -> Deployed:
 def _encoder(
     arm: ServedArm, catalog: Catalog | LiveCatalog | None
 ) -> tuple[type[ArmEncoder | TowerVersions], tuple[Any, ...]]:
-    """The class that encodes the queries of an arm, and its arguments."""
+    """Return the class that encodes the queries of an arm, and its arguments."""
     return (TowerVersions, (catalog, "query", arm.encoder)) if arm.follows else (ArmEncoder, (arm.encoder,))
 
 
 def _searcher_settings(config: ServeConfig) -> dict[str, Any]:
-    """Settings of an index searcher, in the gateway or in replicas."""
+    """Return the settings of an index searcher, in the gateway or in replicas."""
     return {"mapped": config.mapped, "search": config.search, "timeout_s": config.deadline_s}
 
 
@@ -158,9 +158,9 @@ def _searcher_settings(config: ServeConfig) -> dict[str, Any]:
 
 
 def build(args: AppArgs) -> Application:
-    """The Serve application of some arguments, for ``import_path`` in a Serve YAML.
+    """Build the Serve application of some arguments, for ``import_path`` in a Serve YAML.
 
-    What no node of the cluster could run is a warning: nodes may be on their way.
+    A part that no node of the cluster can run is only a warning: nodes may still be added.
     """
     application = bind(find(args))
     for problem in placement.problems(application, ray.nodes()) if ray.is_initialized() else ():
@@ -169,7 +169,7 @@ def build(args: AppArgs) -> Application:
 
 
 def bind(served: ServedArtifacts | ServedTower) -> Application:
-    """The application: the gateway, and deployments of the parts that it does not run itself."""
+    """Bind the application: the gateway, and deployments of the parts that it does not run itself."""
     if isinstance(served, ServedTower):
         return _bind_tower(served)
     config, catalog, memory = served.config, served.catalog, 0
@@ -214,16 +214,16 @@ def _bind_tower(served: ServedTower) -> Application:
 
 
 def _arm(arm: ServedArm, config: ServeConfig, catalog: Catalog | LiveCatalog | None = None) -> ServedArm:
-    """An arm whose queries the gateway encodes, or with a deployment that does."""
+    """Return the arm unchanged if the gateway encodes its queries, else with the deployment that does."""
     if gateway_encodes(arm, config):
         return arm
     encoder, arguments = _encoder(arm, catalog)
-    deployed = _replicas(encoder, config, "encoder", name=f"QueryEncoder-{arm.name}")
-    return replace(arm, encoder=deployed.bind(*arguments))
+    replicas = _replicas(encoder, config, "encoder", name=f"QueryEncoder-{arm.name}")
+    return replace(arm, encoder=replicas.bind(*arguments))
 
 
 def _searchers(served: ServedArtifacts) -> list[Any]:
-    """A deployment for each group of shards; none if the gateway searches."""
+    """Bind a deployment for each group of shards; none if the gateway searches."""
     config = served.config
     if served.gateway_searches:
         return []
@@ -240,7 +240,7 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
 
 
 def _aggregators(searchers: Sequence[Any], config: ServeConfig) -> list[Any]:
-    """A deployment for each set of groups; none for few groups."""
+    """Bind a deployment for each set of groups; none for few groups."""
     return [
         _replicas(Aggregator, config, "aggregator", name=f"Aggregator-{number:03d}").bind(
             [searchers[group] for group in groups], groups, is_hedged(config)
@@ -250,16 +250,16 @@ def _aggregators(searchers: Sequence[Any], config: ServeConfig) -> list[Any]:
 
 
 def _with_writer(deployed: Deployed, served: ServedArtifacts) -> Deployed:
-    """The same parts, with those that write if the index is live."""
+    """Return the parts, with the document encoder and the writer if the index is live."""
     config, live, catalog = served.config, served.config.live, served.catalog
     if live is None:
         return deployed
     encoder = _replicas(DocumentEncoder, config, "document_encoder", ongoing=MAX_UNBATCHED)
     encoder = encoder.bind(catalog, live.keep_documents)
-    # One replica: it holds the claim on the logs, and the next one has to wait for it to end. With a delta it
-    # does not hold the index.
-    held = range(0) if live.delta else served.shards
-    memory = placement.index_memory(served.index, held, config, part="writer")
+    # There is one replica: it holds the claim on the logs, and the next one has to wait until it ends. With a
+    # delta it does not hold the index.
+    shards = range(0) if live.delta else served.shards
+    memory = placement.index_memory(served.index, shards, config, part="writer")
     writer = _replicas(Writer, config, "writer", memory=memory).bind(catalog, live, encoder)
     return replace(deployed, document_encoder=encoder, writer=writer)
 
@@ -279,12 +279,12 @@ def _replicas(
     ongoing: int = MAX_ONGOING_REQUESTS,
     **named: str,
 ) -> Any:
-    """A deployment of a class, or of a deployment with other options."""
-    deployed: Any = cls if isinstance(cls, Deployment) else deployment(cls)
-    return deployed.options(
+    """Return a deployment of a class, or the given deployment, with the options of a part."""
+    replicas: Any = cls if isinstance(cls, Deployment) else deployment(cls)
+    return replicas.options(
         max_ongoing_requests=ongoing,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        # An empty one: without any, Serve would not take back what a file gave and no longer gives.
+        # Empty, not None: without it, Serve would keep settings that a file no longer has.
         user_config={} if part in RUNNING_SETTINGS else None,
         **placement.options(config, part, memory=memory),
         **named,

@@ -1,11 +1,11 @@
 """Asynchronous calls of the service: threads, batches, deadlines, replicas or local objects, periodic tasks.
 
-WorkerThread       does work that would hold the event loop, and says whether it hangs
+WorkerThread       does work that would block the event loop, and reports a call that hangs
 Batcher            batches calls, and works in a thread or in the event loop
-gather_in_time     several calls at once, without those that fail or exceed the deadline
+gather_in_time     makes several calls at once, and leaves out those that fail or exceed the deadline
 LocalHandle        calls an object of this process the way a Ray Serve deployment is called
-ReadHandle         calls a deployment for reading: a call whose replica died is made once more
-VersionHandle      calls what a part of the application holds for a version of the index
+ReadHandle         calls a deployment for reading: if the replica of a call died, the call is made once more
+VersionHandle      calls the object that a part of the application holds for a version of the index
 """
 
 import asyncio
@@ -27,8 +27,9 @@ from scalingnote.serve.telemetry import get_logger
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 T = TypeVar("T")
-PROBE_WAIT_S = 5.0  # of a thread's check, for its probe
-# What a call raises whose replica died before it answered: Ray, and Serve where it had chosen the replica.
+PROBE_WAIT_S = 5.0  # how long the check of a thread waits for its probe
+# Errors of a call if its replica died before it answered: the first is Ray's, the second is Serve's for a
+# replica that it had chosen already.
 REPLICA_LOST = (RayActorError, ReplicaUnavailableError)
 log = get_logger()
 
@@ -37,44 +38,44 @@ log = get_logger()
 
 
 class WorkerThread:
-    """A thread for work that would hold an event loop: it does one call after the other.
+    """A thread for work that would block an event loop. It does one call after the other.
 
     Ray Serve replaces a replica that fails three checks in a row (`check_health` of the deployments). A check
-    that only asks the event loop passes for ever, also where the thread of a search hangs on a file whose
-    server is gone. So a check does the replica's own work, a search or an encoding, in the thread that does
-    it for requests. Under load it adds nothing: a thread that works is well, unless one call takes longer
-    than any does.
+    of only the event loop would always pass, even if the thread of a search hangs on a file of a lost server.
+    A check therefore does the work of the replica, a search or an encoding, in the thread that does it for
+    requests. Under load it adds no work: a busy thread is healthy, unless one call takes longer than
+    `limit_s`.
 
     Args:
         name: of the thread, for messages.
-        limit_s: seconds after which a call counts as hanging: its request has no answer any more.
+        limit_s: seconds after which a call counts as hanging: its request gets no answer any more.
     """
 
     def __init__(self, name: str, *, limit_s: float = ENCODING_DEADLINE_S) -> None:
         self._name, self._limit_s = name, limit_s
         self._executor = ThreadPoolExecutor(1, name)
-        self._started: float | None = None  # of the call that runs, in time.monotonic()
+        self._started: float | None = None  # when the running call began, in time.monotonic()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have work done after what was submitted before."""
+        """Queue work behind earlier work."""
         return self._executor.submit(self._do, work)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of work that is submitted."""
+        """Submit work and return its result."""
         return await asyncio.wrap_future(self.submit(work))
 
     async def check(self, probe: Callable[[], object]) -> None:
-        """Have the thread do a probe if it is idle: its errors; TimeoutError where a call exceeds the limit.
+        """Run a probe in the thread if it is idle, and raise its error; TimeoutError if a call hangs.
 
-        It returns soon in any case, because Serve waits half a minute: a probe that is not done then is a
-        call as any other, for the next check.
+        It returns after PROBE_WAIT_S at the latest, because Serve waits only half a minute. The next check
+        treats a probe that still runs like any other call.
         """
         if self._started is None:
-            probed = asyncio.wrap_future(self.submit(probe))
-            if (await asyncio.wait([probed], timeout=PROBE_WAIT_S))[0]:
-                probed.result()
+            running = asyncio.wrap_future(self.submit(probe))
+            if (await asyncio.wait([running], timeout=PROBE_WAIT_S))[0]:
+                running.result()
                 return
-            probed.cancel()  # where it has not begun
+            running.cancel()  # takes effect if it has not begun
         started = self._started
         if started is not None and (seconds := time.monotonic() - started) > self._limit_s:
             raise TimeoutError(
@@ -90,21 +91,21 @@ class WorkerThread:
 
 
 class LoopFuture(asyncio.Future[Any]):
-    """Filled by the event loop itself, in its next turns: the last that a call waits for."""
+    """A future that the event loop itself sets in its next turns. A call waits for nothing after it."""
 
 
 class Batcher(Generic[Input, Output]):
-    """Batches the calls of one event loop: those that arrive during a batch form the next one.
+    """Batches of the calls of one event loop: calls that arrive during a batch form the next one.
 
-    In a thread, a single call waits for no other one. Without a thread the event loop itself works: for work
-    that is shorter than waking a thread, which then would wait for the interpreter's lock at every step. A
-    batch then has the calls of two turns of the loop: under load twice as many as those of one, and a batch
-    of eight searches takes two thirds of the time of two batches of four.
+    With a thread, a call starts at once if the thread is idle. Without a thread the event loop does the work:
+    this is for work that takes less time than waking a thread, which would then wait for the interpreter's
+    lock at every step. A batch then has the calls of two turns of the loop: under load twice as many as those
+    of one turn, and a batch of eight searches takes two thirds of the time of two batches of four.
 
     Args:
-        work: for each input of a batch its output, or the error to raise for that call alone.
-        max_batch: inputs of a batch.
-        thread: that works; None: the event loop.
+        work: returns for each input of a batch its output, or the error to raise for only this call.
+        max_batch: largest number of inputs in a batch.
+        thread: does the work; None: the event loop.
     """
 
     def __init__(
@@ -119,19 +120,19 @@ class Batcher(Generic[Input, Output]):
         self._busy = False
 
     async def __call__(self, value: Input) -> Output:
-        """The output for one input."""
+        """Return the output for one input."""
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[Output] = (
+        output: asyncio.Future[Output] = (
             LoopFuture(loop=loop) if self.thread is None else loop.create_future()
         )
-        self._waiting.append((value, result))
+        self._waiting.append((value, output))
         if not self._busy:
             self._busy = True
             if self.thread is None:
-                loop.call_soon(loop.call_soon, self._start_batch, loop)  # after this turn, and the next one
+                loop.call_soon(loop.call_soon, self._start_batch, loop)  # after this turn and the next one
             else:
                 self._start_batch(loop)
-        return await result
+        return await output
 
     def _start_batch(self, loop: asyncio.AbstractEventLoop) -> None:
         waiting = [(value, result) for value, result in self._waiting if not result.done()]  # not cancelled
@@ -177,9 +178,9 @@ class Batcher(Generic[Input, Output]):
 
 
 class LocalHandle:
-    """Calls the asynchronous methods of a local object as ``handle.method.remote(...)``.
+    """A handle that calls the asynchronous methods of a local object by ``handle.method.remote(...)``.
 
-    With it the gateway's code does not depend on whether a part runs in the gateway or in replicas.
+    With it the code of the gateway does not depend on whether a part runs in the gateway or in replicas.
     """
 
     def __init__(self, target: Any) -> None:
@@ -190,11 +191,11 @@ class LocalHandle:
 
 
 class ReadHandle:
-    """Calls a deployment whose methods change nothing; a call whose replica died is made once more.
+    """A handle of a deployment with methods that only read. It repeats a call once if the replica died.
 
-    Serve itself tries another replica only until one has taken the call. It leaves a dead one out from then
-    on, so the second call goes to another one, or waits for the one that is started in its place. Nothing may
-    be written by it: a write whose replica died may have been done.
+    Serve itself tries another replica only until one has accepted the call. It does not use a dead replica
+    again, so the second call goes to another replica, or waits for the one that is started in its place. Do
+    not use this handle for writes: a replica may have done a write before it died.
     """
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
@@ -204,20 +205,20 @@ class ReadHandle:
         return SimpleNamespace(remote=partial(_read, getattr(self._handle, name)))
 
     def broadcast(self, method: str, *args: Any) -> Any:
-        """Call a method of every replica, as the deployment's own handle does."""
+        """Call a method of every replica, like the handle of the deployment."""
         return self._handle.broadcast(method, *args)
 
 
-async def _read(method: Any, *args: Any, **named: Any) -> Any:
+async def _read(method: Any, *args: Any, **options: Any) -> Any:
     try:
-        return await _answer(method.remote(*args, **named))
+        return await _answer(method.remote(*args, **options))
     except REPLICA_LOST as lost:
-        log.warning("a replica died before it answered (%s), another one is asked", type(lost).__name__)
-        return await _answer(method.remote(*args, **named))
+        log.warning("a replica died before it answered (%s), another one is called", type(lost).__name__)
+        return await _answer(method.remote(*args, **options))
 
 
 async def _answer(response: DeploymentResponse[Any]) -> Any:
-    """The answer of a replica, which drops the call if nobody waits for it any more."""
+    """Return the answer of a replica. If the caller is cancelled, the replica drops the call."""
     try:
         return await response
     except asyncio.CancelledError:
@@ -226,11 +227,11 @@ async def _answer(response: DeploymentResponse[Any]) -> Any:
 
 
 class VersionHandle:
-    """Calls a part that holds something for each version of the index, by its method ``call``.
+    """A handle of a part that holds an object for each version of the index. The part has a method ``call``.
 
     Args:
         part: its handle.
-        version: whose methods are called; None: those of the part itself.
+        version: of the object with the called methods; None: the methods of the part itself are called.
     """
 
     def __init__(self, part: "Handle", version: str | None = None) -> None:
@@ -246,17 +247,17 @@ Handle = DeploymentHandle[Any] | LocalHandle | ReadHandle | VersionHandle
 
 
 def for_reading(handle: Handle) -> Handle:
-    """The same deployment, called once more where a replica died; what is in this process as it is."""
+    """Return a handle that calls a deployment once more if a replica died; any other handle unchanged."""
     return ReadHandle(handle) if isinstance(handle, DeploymentHandle) else handle
 
 
 def at(handle: Handle, version: str) -> Handle:
-    """Calls what a part holds for a version; a part that holds one thing alone as it is."""
+    """Return a handle of the object that a part holds for a version; any other handle unchanged."""
     return VersionHandle(handle.part, version) if isinstance(handle, VersionHandle) else handle
 
 
 async def broadcast(handle: Handle, method: str, *args: Any) -> list[Any]:
-    """Call a method of every replica; all results."""
+    """Call a method of every replica, and return all results."""
     if isinstance(handle, VersionHandle):
         handle = handle.part
     if isinstance(handle, LocalHandle):
@@ -265,18 +266,18 @@ async def broadcast(handle: Handle, method: str, *args: Any) -> list[Any]:
 
 
 async def gather_in_time(calls: Sequence[Awaitable[T]], *, deadline_s: float) -> list[T | None]:
-    """Results in the order of `calls`; None where a call failed or took longer than `deadline_s`.
+    """Return results in the order of `calls`; None for a call that failed or took longer than `deadline_s`.
 
     The calls run concurrently, so this returns after `deadline_s` at the latest.
     """
-    if len(calls) == 1:  # without a task of its own, which would double the cost of a single call
+    if len(calls) == 1:  # without a separate task, which would double the cost of a single call
         return [await _in_time(0, calls[0], deadline_s)]
     return await asyncio.gather(*(_in_time(n, call, deadline_s) for n, call in enumerate(calls)))
 
 
 async def _in_time(number: int, call: Awaitable[T], deadline_s: float) -> T | None:
     try:
-        # A timer takes longer than a table to encode a query, and could not end what the loop itself does.
+        # A timer takes longer than a table takes to encode a query, and it could not stop work of the loop.
         if isinstance(call, Coroutine):
             waits_for = call.send(None)
             call = _continue(call, waits_for)
@@ -284,28 +285,28 @@ async def _in_time(number: int, call: Awaitable[T], deadline_s: float) -> T | No
                 return await call
         async with asyncio.timeout(deadline_s):
             return await call
-    except StopIteration as ended:  # without a wait
-        answer: T = ended.value
+    except StopIteration as stop:  # the call did not wait
+        answer: T = stop.value
         return answer
     except TimeoutError:
         log.warning("call %d of the fan-out took longer than %.3gs and was left out", number, deadline_s)
-    except Exception:  # an error of one shard must not cost the results of the others
+    except Exception:  # an error of one shard must not discard the results of the others
         log.exception("call %d of the fan-out failed and was left out", number)
     return None
 
 
 @types.coroutine
 def _continue(call: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
-    """The rest of a coroutine that was started, and waits for something."""
+    """Run the rest of a coroutine that was started, and waits for `waits_for`."""
     while True:
         try:
             step = partial(call.send, (yield waits_for))
-        except BaseException as error:  # it may handle the end of its task
+        except BaseException as error:  # the coroutine may handle the cancellation of its task
             step = partial(call.throw, error)
         try:
             waits_for = step()
-        except StopIteration as ended:
-            answer: T = ended.value
+        except StopIteration as stop:
+            answer: T = stop.value
             return answer
 
 
@@ -313,7 +314,7 @@ STEPS = ("encode", "search", "escalate", "rerank")  # of a search
 
 
 class RequestTimer:
-    """Times the steps of a request, and the seconds left until its deadline."""
+    """The times of the steps of a request, and the seconds left until its deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         self._start = self._step_start = time.perf_counter()
@@ -321,17 +322,17 @@ class RequestTimer:
         self._step_s = dict.fromkeys(STEPS, 0.0)
 
     def end(self, step: str) -> None:
-        """Add the time since the end of the step before to one of STEPS."""
-        before, self._step_start = self._step_start, time.perf_counter()
-        self._step_s[step] += self._step_start - before
+        """Add the time since the end of the previous step to one of STEPS."""
+        start, self._step_start = self._step_start, time.perf_counter()
+        self._step_s[step] += self._step_start - start
 
     def timings_ms(self) -> dict[str, float]:
-        """Milliseconds of each step, 0 if there was none, and the `total` since the start."""
+        """Return the milliseconds of each step, 0 if there was none, and the `total` since the start."""
         seconds = {**self._step_s, "total": time.perf_counter() - self._start}
         return {step: round(1000 * value, 3) for step, value in seconds.items()}
 
     def left_s(self) -> float:
-        """Seconds until the deadline, at least 0."""
+        """Return the seconds until the deadline, at least 0."""
         return max(0.0, self._deadline - time.perf_counter())
 
 
@@ -339,9 +340,9 @@ class RequestTimer:
 
 
 async def run_periodically(task: Callable[[], Awaitable[object]], *, interval_s: float, name: str) -> None:
-    """Run a task every `interval_s` seconds until cancelled, whether it fails or not.
+    """Run a task every `interval_s` seconds until this is cancelled, also after the task has failed.
 
-    A series of failures is logged once, with the first error, and once when it is over.
+    A series of failures is logged once, with the first error, and once more when it ends.
     """
     failed = False
     while True:
@@ -350,7 +351,7 @@ async def run_periodically(task: Callable[[], Awaitable[object]], *, interval_s:
             await task()
         except Exception:
             if not failed:
-                log.exception("%s failed; it is tried again every %g s", name, interval_s)
+                log.exception("%s failed; it is retried every %g s", name, interval_s)
             failed = True
         else:
             if failed:

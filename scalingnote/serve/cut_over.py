@@ -2,13 +2,12 @@
 
     migration.yaml, compared ─► catalog: query tower and index ─► run.yaml
 
-Every gateway of a running service reads the catalog twice a second, opens towers and shards of the new pair
-while it answers from the old one, and changes then; one that cannot open them goes on with the old pair and
-says why in its log. run.yaml follows, for `search`, `ingest` and the next start. After a kill in between, the
-same call ends the change.
+Every gateway of a running service reads the catalog twice a second. It opens towers and shards of the new
+pair while it answers from the old one, and then changes. A gateway that cannot open them continues with the
+old pair and logs the reason. Then run.yaml is written, for `search`, `ingest` and the next start. After a
+kill in between, the same call completes the change.
 
-With `serve.live` the new pair takes writes before that, beside the old one, and the old one goes on doing so
-until it is finished: so either can answer.
+With `serve.live` both pairs receive every write, from before the change until `finish`. So either can answer.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from scalingnote.serve.live_catalog import LiveCatalog
 
 @dataclass(frozen=True)
 class ChangedVersions:
-    """The version that answers from now on, the one before it, and the file that says so."""
+    """The version that answers from now on, the previous one, and the folder or URI of the catalog."""
 
     active: Version
     before: Version
@@ -37,15 +36,15 @@ class ChangedVersions:
 
 
 def cut_over(run_dir: str, serve: ServeConfig) -> ChangedVersions:
-    """Make the new pair the active version of a run's service, and the run's own.
+    """Make the new pair the active version of a run's service, and the pair of the run.
 
     Args:
-        run_dir: of a run whose migration was compared.
-        serve: settings of the service that win over those of the run, as `scalingnote serve` takes them.
+        run_dir: of a run with a migration that was compared.
+        serve: settings of the service that override those of the run, as `scalingnote serve` takes them.
 
     Raises:
-        ConfigError: both pairs were not compared, another run was recorded since, or the service cannot
-            change to the new pair.
+        ConfigError: the pairs were not compared, another run was recorded since, or the service cannot change
+            to the new pair.
         ArtifactError: an artifact of either pair is missing.
     """
     migration = migrations.read(run_dir)
@@ -57,21 +56,24 @@ def cut_over(run_dir: str, serve: ServeConfig) -> ChangedVersions:
     escalation = merge_sections(run_dir, migration.after.serve, serve).escalation
     if escalation is not None and escalation.teacher is not None:
         raise ConfigError(
-            f"serve.escalation.teacher is {escalation.teacher}, of the model before: leave it out, and the "
-            "new run's own teacher is asked"
+            f"serve.escalation.teacher is {escalation.teacher}, of the previous model: leave it out, and the "
+            "teacher of the new run is used"
         )
     return _change(migration, migration.after, serve)
 
 
 def roll_back(run_dir: str, serve: ServeConfig) -> ChangedVersions:
-    """Make the pair before a migration active again, and the run's own; errors as :func:`cut_over`."""
+    """Make the pair before a migration active again, and the pair of the run.
+
+    Errors are those of :func:`cut_over`.
+    """
     migration = migrations.read(run_dir)
     _require_current(migration, migration.after, migration.before)
     return _change(migration, migration.before, serve)
 
 
 def require_kept_writes(migration: Migration) -> None:
-    """ConfigError where documents were written to a live run that the new model cannot encode again."""
+    """Raise ConfigError if a live run has written documents that the new model cannot encode again."""
     catalog = artifacts.of_run(migration.before, ServeConfig()).catalog
     if isinstance(catalog, LiveCatalog):
         log = live_versions.log_folder(catalog.pair_folder(catalog.pairs()[0]), 0)
@@ -80,9 +82,9 @@ def require_kept_writes(migration: Migration) -> None:
 
 
 def add_writes(migration: Migration) -> None:
-    """Have the service of a live run write to the new pair, too, and first what was written before.
+    """Add the new pair to a live run: its service then writes earlier and new documents to this pair, too.
 
-    ConfigError where the searchers of the service cannot hold the new index.
+    ConfigError if the searchers of the service cannot hold the new index.
     """
     old, new = (artifacts.of_run(each, ServeConfig()) for each in (migration.before, migration.after))
     _require_same_shards(old, new)
@@ -92,16 +94,19 @@ def add_writes(migration: Migration) -> None:
 
 
 def finish(run_dir: str, serve: ServeConfig) -> tuple[str, ...]:
-    """Write to the pair that answers alone; folders of the others, which stay. ConfigError without any."""
+    """Stop writes to all pairs but the active one; return their folders, which are kept.
+
+    ConfigError if there is only one pair.
+    """
     catalog = artifacts.of_run(pipeline.load_run(run_dir), serve).catalog
-    ended = catalog.end_others() if isinstance(catalog, LiveCatalog) else ()
-    if not ended:
-        raise ConfigError(f"one model alone is written to in {run_dir}: there is nothing to finish")
-    return ended
+    ended_folders = catalog.end_others() if isinstance(catalog, LiveCatalog) else ()
+    if not ended_folders:
+        raise ConfigError(f"only one model receives writes in {run_dir}: there is nothing to finish")
+    return ended_folders
 
 
 def _require_current(migration: Migration, *either: RunConfig) -> None:
-    """ConfigError unless the last run of the directory is one of the migration's: another one came since."""
+    """Raise ConfigError if the current run of the directory is not one of the migration's."""
     if pipeline.load_run(migration.run_dir) not in either:
         raise ConfigError(
             f"{migration.run_dir}/{pipeline.RUN_FILE} is of another run than those that were compared: "
@@ -110,10 +115,10 @@ def _require_current(migration: Migration, *either: RunConfig) -> None:
 
 
 def _change(migration: Migration, to: RunConfig, serve: ServeConfig) -> ChangedVersions:
-    """Write the change into the catalog that the service reads, then into run.yaml."""
+    """Write the change to the catalog that the service reads, then to run.yaml."""
     old, new = (artifacts.of_run(config, serve) for config in (pipeline.load_run(migration.run_dir), to))
     catalog = old.catalog
-    assert catalog.state is not None  # of a run's service, by default its folder `serve`
+    assert catalog.state is not None  # by default it is the folder `serve` of the run
     active = catalog.read()[0]
     version = catalog.version_of(new.index.uri)
     _require_same_shards(old, new)
@@ -124,7 +129,7 @@ def _change(migration: Migration, to: RunConfig, serve: ServeConfig) -> ChangedV
 
 
 def _require_same_shards(old: ServedArtifacts, new: ServedArtifacts) -> None:
-    """ConfigError where replicas hold a fixed number of shards, and the new index has another one."""
+    """Raise ConfigError if replicas hold a fixed number of shards and the new index has another number."""
     if len(old.shards) != len(new.shards) and not (old.gateway_searches and new.gateway_searches):
         raise ConfigError(
             f"the index has {len(new.shards)} shards, the searchers of this service hold {len(old.shards)}: "

@@ -1,4 +1,4 @@
-"""The parts of an application, as a gateway calls them."""
+"""Handles of the parts of an application, which a gateway calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from scalingnote.serve.live_catalog import LiveCatalog
 
 @dataclass(frozen=True)
 class ServedArm:
-    """A way to answer queries, which a request may name."""
+    """A query tower and an index that answer queries. A request may name it."""
 
     name: str
     encoder: Any  # a Handle; in the arguments of a gateway that encodes queries itself, QueryPathParts
     tower: str  # its form, for /info
     personalised: bool
     version: str | None = None  # name of the index version; None: the active one
-    follows: bool = False  # encodes by the towers of whichever version is active, not by one of its own
+    follows: bool = False  # whether the towers of the active version encode, not a tower of the arm itself
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Deployed:
 
     Attributes:
         arms: the first one answers requests outside the traffic split.
-        catalog: of the index versions; None: a model that is served without an index.
-        searchers: one for each group of shards; none, in the arguments of a gateway: it searches itself.
-        aggregators: of the groups of :func:`scalingnote.serve.fan_out.sizes`; none: the gateway calls the
-            searchers itself.
+        catalog: of the index versions; None: a model is served without an index.
+        searchers: one for each group of shards; if the arguments of a gateway have none, it searches itself.
+        aggregators: of the groups of :func:`scalingnote.serve.fan_out.sizes`; if there are none, the gateway
+            calls the searchers itself.
         documents: the document tower, for clients of embeddings; None: it is not served.
-        reranker: None: requests for re-ranking are refused.
-        teacher: encodes the queries that `serve.escalation` chooses; None: no query.
+        reranker: the cross-encoder; None: requests for re-ranking are refused.
+        teacher: encodes the queries that `serve.escalation` chooses; None: there is no teacher.
         document_encoder, writer: of a live index; None: writes are refused.
         name: of the model, for clients of embeddings.
-        similarity: that embeddings are compared by.
+        similarity: how embeddings are compared.
     """
 
     arms: Sequence[ServedArm]
@@ -53,9 +53,10 @@ class Deployed:
     similarity: Similarity = "cosine"
 
     def for_gateway(self) -> "Deployed":
-        """The same parts; what reads is asked once more where a replica died, the writer never is.
+        """Return the parts with handles for a gateway.
 
-        Those that hold the towers of every version are called for one of them.
+        A call that reads is made once more if a replica died; a call of the writer never is. Parts that hold
+        the towers of every version get a handle that calls the towers of one version.
         """
         of_versions = self.catalog is not None
 
@@ -76,7 +77,7 @@ class Deployed:
         )
 
     def towers(self) -> dict[str, Handle]:
-        """The parts that hold the towers of every version, by the names that ``/healthz`` gives them."""
+        """Return the parts that hold the towers of every version, by their names in ``/healthz``."""
         parts = {f"encoder:{arm.name}": arm.encoder for arm in self.arms}
         parts |= {"teacher": self.teacher, "document_tower": self.documents}
         return {name: part for name, part in parts.items() if isinstance(part, VersionHandle)}

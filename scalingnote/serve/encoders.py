@@ -1,7 +1,7 @@
-"""The deployments that encode queries, and the cross-encoder that ranks results again.
+"""The deployments that encode queries, and the cross-encoder that re-ranks results.
 
-A lookup tower takes microseconds and runs in the event loop. A transformer runs in a thread of its own, on
-all queries that arrived during its last batch.
+A lookup tower takes microseconds and runs in the event loop. A transformer runs in a separate thread, on all
+queries that arrived during its last batch.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from scalingnote.serve.towers import (
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.triplets.planner import planner
 
-MAX_ENCODED = 8  # queries encoded together: in larger batches the first ones wait longer than the batch saves
+MAX_ENCODED = 8  # queries encoded together: a larger batch delays its first queries by more than it saves
 log = get_logger()
 
 
@@ -50,7 +50,7 @@ class QueryPathParts:
     sparse: Location | None = None  # the artifact with ``sparse_query/``
     fusion: Location | None = None  # the artifact with ``query_fusion/``
     planner: Location | None = None
-    features: str = ""  # URL of the store of users' features
+    features: str = ""  # URL of the store with the features of users
 
     def load(self) -> QueryPath:
         """Load all parts."""
@@ -60,7 +60,7 @@ class QueryPathParts:
         if self.sparse is not None:
             terms = SparseQuery.load(folder_of(self.sparse, "sparse_query"))
         if self.fusion is not None:
-            from scalingnote.fuse.fusion import QueryFusion  # imports torch, which lookup towers save
+            from scalingnote.fuse.fusion import QueryFusion  # imports torch, which lookup towers do not need
 
             plan = self.planner and planner.load(open_artifact(self.planner[0], kind=self.planner[1]))
             fusion = QueryFusion.load(folder_of(self.fusion, "query_fusion"))
@@ -69,10 +69,10 @@ class QueryPathParts:
 
 
 class ArmEncoder(TextTower):
-    """Encodes queries by one query path, and texts for clients of embeddings by its tower alone.
+    """An encoder of queries by one query path, and of texts for clients of embeddings by only its tower.
 
-    Ray sets OMP_NUM_THREADS to the CPUs that a replica reserves (at least 1), and every form of tower obeys
-    it: replicas on one machine do not compete for its cores.
+    Ray sets OMP_NUM_THREADS to the CPUs that a replica reserves (at least 1), and every form of tower
+    respects it, so replicas on one machine do not compete for its cores.
     """
 
     def __init__(self, parts: QueryPathParts) -> None:
@@ -89,21 +89,21 @@ class ArmEncoder(TextTower):
             self._batcher = Batcher(self._encode_batch, max_batch=MAX_ENCODED, thread=self._thread)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's hook: take the settings that may change while this runs."""
+        """Apply the settings that may change while this replica runs. Ray Serve calls this."""
         self.resize_cache(self._settings.take(user_config).query_cache)
 
     def resize_cache(self, queries: int) -> None:
-        """Keep the embeddings of so many queries."""
+        """Set the number of queries with embeddings in the cache."""
         self._path.encoder.resize_cache(queries)
 
     async def encode(self, query: str, user_id: str | None = None) -> Query:
-        """A query with its embedding and terms."""
+        """Encode a query to its embedding and terms."""
         if self._batcher is None:
             return self._path([query])[0]
         return await self._batcher((query, user_id))
 
     async def encode_many(self, queries: Sequence[str], user_id: str | None = None) -> list[Query]:
-        """Queries of one user with their embeddings and terms."""
+        """Encode queries of one user to their embeddings and terms."""
         if self._batcher is None:
             return self._path(queries)
         pairs = [(query, user_id) for query in queries]
@@ -112,20 +112,20 @@ class ArmEncoder(TextTower):
     async def terms(
         self, queries: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
     ) -> list[tuple[list[int], list[float]]] | Refused:
-        """Terms and weights of each query; refused where the documents have no terms.
+        """Compute terms and weights of each query; refused if the documents have no terms.
 
-        The first terms of a long query are read. It is refused where it may not be cut (`truncate` is False),
-        or where its end is asked for.
+        Only the first terms of a long query are read. It is refused if it may not be cut (`truncate` is
+        False), or if its end is to be read (`keeps` is "right").
         """
         sparse = self._path.sparse
         if sparse is not None and (not truncate or keeps == "right"):
             lengths = [sparse.length(query) for query in queries]
             if refused := too_long(lengths, sparse.max_length):
                 return refused
-        encoded = await self.encode_many(queries)
-        rows = [query.terms for query in encoded if query.terms is not None]
-        if len(rows) < len(encoded):
-            return Refused("the documents of this index have no terms: nothing weighs those of a query")
+        encoded_queries = await self.encode_many(queries)
+        rows = [query.terms for query in encoded_queries if query.terms is not None]
+        if len(rows) < len(encoded_queries):
+            return Refused("the documents of this index have no terms: terms of a query have no weights")
         return [(row.terms.tolist(), row.values.tolist()) for row in rows]
 
     def _encode_anew(self, texts: Sequence[str]) -> ndarray:
@@ -138,13 +138,13 @@ class ArmEncoder(TextTower):
         except Exception:
             if not any(users):
                 raise
-            # The feature store may be down: results that are not personal are better than none.
-            log.exception("personalising failed; these queries are answered as those of unknown users")
+            # The feature store may be down. Results that are not personal are better than none.
+            log.exception("personalising failed; these queries are answered like those of unknown users")
             return self._path(queries)
 
 
 class Reranker:
-    """Scores documents for a query by a cross-encoder of sentence-transformers."""
+    """A cross-encoder of sentence-transformers, which scores documents for a query."""
 
     def __init__(self, model: str) -> None:
         try:
@@ -156,16 +156,16 @@ class Reranker:
         self._scores([("warm", "up")])
 
     async def score(self, query: str, texts: Sequence[str]) -> list[float]:
-        """A score of each text, higher is better."""
+        """Compute a score of each text; higher is better."""
         return await self._predict(query, texts)
 
     async def logits(
         self, query: str, texts: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
     ) -> list[float] | Refused:
-        """The model's output for each text, before any activation.
+        """Compute the output of the model for each text, before any activation.
 
-        Long pairs are cut at the side where the model's tokenizer cuts. They are refused where they may not
-        be cut (`truncate` is False), or where the other side is to be cut.
+        A long pair is cut at the side where the tokenizer of the model cuts. It is refused if it may not be
+        cut (`truncate` is False), or if the other side is to be cut.
         """
         from torch.nn import Identity
 
@@ -176,14 +176,14 @@ class Reranker:
         return await self._predict(query, texts, activation_fn=Identity())
 
     def _lengths(self, query: str, texts: Sequence[str]) -> list[int]:
-        """Tokens of the query with each text, as the model reads them together."""
-        whole = {"text": {"truncation": False}}
-        # Pair by pair: the rows of several are padded, or joined, as the hardware needs.
-        pairs = [self._model.preprocess([(query, text)], processing_kwargs=whole) for text in texts]
+        """Count the tokens of the query and each text, as the model reads them together."""
+        uncut = {"text": {"truncation": False}}
+        # One pair at a time: rows of several pairs are padded or joined, depending on the hardware.
+        pairs = [self._model.preprocess([(query, text)], processing_kwargs=uncut) for text in texts]
         return [pair["input_ids"].numel() for pair in pairs]
 
     async def check_health(self) -> None:
-        """Ray Serve's question: an error where a pair cannot be scored, or where the thread hangs."""
+        """Raise an error if a pair cannot be scored or the thread hangs. Ray Serve calls this."""
         await self._thread.check(lambda: require_finite(self._scores([(HEALTH_TEXT, HEALTH_TEXT)])))
 
     async def _predict(self, query: str, texts: Sequence[str], **options: Any) -> list[float]:

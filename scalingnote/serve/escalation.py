@@ -1,10 +1,11 @@
-"""The teacher for queries that the student is uncertain about: asked if it has room, for a short time.
+"""The teacher for queries that the student is uncertain about: it is called if it has capacity.
 
     student's search ─► five best scores close together? ─► teacher's embedding, in time ─► search again
-                             └► no: as it is                     └► none: the student's answer, and the reason
+                             └► no: unchanged                    └► none: the student's answer, and the reason
 
-What the student is certain of never leaves the gateway. A teacher that is slow or dead costs an uncertain
-query `deadline_ms` at most, and after a few such queries nothing: the teacher is then tried once a second.
+The teacher is not called for a query that the student is certain about. A teacher that is slow or dead delays
+an uncertain query by `deadline_ms` at most. After a few such queries it delays none, because it is then
+called only once a second.
 """
 
 import asyncio
@@ -22,20 +23,20 @@ from scalingnote.serve.fan_out import Find
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 
-MAX_SILENT = 3  # calls without an answer, one after the other, before the teacher is left alone
+MAX_SILENT = 3  # calls in a row without an answer before the teacher is not called for a while
 PAUSE_S = 1.0
-SHARE_OF_TIME = 0.5  # of the request's time left: the second search needs the rest
-SHARE_OF_REQUESTS = 0.25  # of those a gateway works on: a slow teacher must not hold all of them
+SHARE_OF_TIME = 0.5  # of the time left of the request: the second search needs the rest
+SHARE_OF_REQUESTS = 0.25  # of the requests in flight: a slow teacher must not delay all of them
 log = get_logger()
 
 
 class Teacher:
-    """Decides which queries the teacher encodes, and calls it.
+    """The choice of the queries that the teacher encodes, and its calls.
 
     Args:
         handle: of an :class:`~scalingnote.serve.encoders.ArmEncoder` with the teacher's tower.
         config: share and deadline.
-        in_flight: requests that the gateway works on at once; a share of them may wait for the teacher.
+        in_flight: largest number of requests in flight; a share of it may wait for the teacher.
     """
 
     def __init__(self, handle: Handle, config: Escalation, *, in_flight: int) -> None:
@@ -46,59 +47,59 @@ class Teacher:
         self._paused_until = 0.0  # of time.monotonic()
 
     def limit(self, in_flight: int) -> None:
-        """Let a share of so many requests wait for the teacher from now on."""
+        """Set the largest number of requests in flight; a share of it may wait for the teacher."""
         self._max_waiting = max(1, int(SHARE_OF_REQUESTS * in_flight))
 
     async def search(
-        self, text: str, query: Query, found: Candidates, find: Find, timer: RequestTimer
+        self, text: str, query: Query, candidates: Candidates, find: Find, timer: RequestTimer
     ) -> tuple[Query, Candidates, str]:
-        """The teacher's query and what it finds where the student is uncertain, else those of the student.
+        """Return the teacher's query and its candidates if the student is uncertain, else the student's.
 
-        Where the teacher or the second search is not in time, those of the student, with the reason.
+        If the teacher or the second search is not in time, those of the student are returned with the reason.
 
         Args:
             text: of the query.
             query: with the student's embedding.
-            found: by it.
+            candidates: of this query.
             find: searches again.
             timer: of the request.
         """
-        if not self._window.is_uncertain(found.dense):
-            return query, found, ""
+        if not self._window.is_uncertain(candidates.dense):
+            return query, candidates, ""
         embedding = await self._encode(text, query.version, timer.left_s())
         if isinstance(embedding, str):
-            return query, found, embedding
+            return query, candidates, embedding
         second = replace(query, embedding=embedding)
         answer = await find(second, timer.left_s())
-        if isinstance(answer, Refused) or len(answer.missing) > len(found.missing):
-            return query, found, "teacher_late"
+        if isinstance(answer, Refused) or len(answer.missing) > len(candidates.missing):
+            return query, candidates, "teacher_late"
         return second, answer, ""
 
     async def _encode(self, query: str, version: str, left_s: float) -> Float[ndarray, "one dim"] | str:
-        """The teacher's embedding of a query; or the reason why there is none.
+        """Return the teacher's embedding of a query, or the reason why there is none.
 
-        ``teacher_late``, ``teacher_failed``: it did not answer in time, or by an error. ``teacher_busy``: as
-        many queries wait as may. ``teacher_silent``: it has not answered the calls before.
+        ``teacher_late``: it did not answer in time. ``teacher_failed``: it raised an error. ``teacher_busy``:
+        too many queries wait for it. ``teacher_silent``: it has not answered the previous calls.
         """
         if time.monotonic() < self._paused_until:
             return "teacher_silent"
         if self._waiting >= self._max_waiting:
             return "teacher_busy"
         if self._silent >= MAX_SILENT:
-            self._paused_until = time.monotonic() + PAUSE_S  # this call is the one that tries
+            self._paused_until = time.monotonic() + PAUSE_S  # only this call tries
         self._waiting += 1
         try:
             async with asyncio.timeout(min(self._deadline_s, SHARE_OF_TIME * left_s)):
-                encoded = await at(self.handle, version).encode.remote(query)
+                answer = await at(self.handle, version).encode.remote(query)
         except TimeoutError:
             return self._without_answer("teacher_late")
         except Exception:
-            log.exception("the teacher failed, and the student's answer is given")
+            log.exception("the teacher failed, and the student's answer is returned")
             return self._without_answer("teacher_failed")
         finally:
             self._waiting -= 1
         self._silent, self._paused_until = 0, 0.0
-        embedding: ndarray = encoded.embedding
+        embedding: ndarray = answer.embedding
         return embedding
 
     def _without_answer(self, reason: str) -> str:

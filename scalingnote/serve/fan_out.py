@@ -4,12 +4,12 @@
 
 A gateway that calls 48 groups for every query spends its time on calls. With aggregators it makes three
 calls, and queries that wait for the same target share one call. A call that takes longer than nearly all
-others is repeated (hedged): Ray Serve gives it to the replica with the fewest calls, which is not the slow
-one (Dean and Barroso, "The Tail at Scale", 2013). A call whose replica died is repeated in any case
-(ReadHandle). The answer names the groups that did not answer in time.
+others is repeated (hedged): Ray Serve sends the second call to the replica with the fewest calls, which is
+not the slow one (Dean and Barroso, "The Tail at Scale", 2013). If the replica of a call died, the call is
+repeated in any case (ReadHandle). The answer lists the groups that did not answer in time.
 
-Queries and answers travel as lists that are pickled here: Ray's own pickler, for functions and classes too,
-takes twice as long. A searcher answers the queries of a call by :func:`search_batch`.
+Lists of queries and of answers are pickled here, because Ray's pickler, which also supports functions and
+classes, takes twice as long. A searcher answers the queries of a call by :func:`search_batch`.
 """
 
 import asyncio
@@ -32,22 +32,22 @@ from scalingnote.serve.concurrency import Handle, LocalHandle, for_reading, gath
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 
-MAX_CALLS = 2  # in flight to one target: further queries wait, and share the next call
+MAX_CALLS = 2  # in flight to one target: other queries wait, and share the next call
 MAX_CALL_QUERIES = 64  # of one call
-MEASURED_CALLS = 200  # latest calls of a target, whose 95th percentile counts
+MEASURED_CALLS = 200  # latest calls of a target that its 95th percentile is computed from
 MIN_HEDGE_CALLS = 20  # calls of a target before its percentile counts
 MIN_HEDGE_S = 0.001  # an earlier second call costs more than it saves
-HEDGED_SHARE = 0.2  # of calls at most: a fleet that is slow as a whole gets little more load
+HEDGED_SHARE = 0.2  # largest share of calls: if all replicas are slow, hedging adds little load
 MAX_SEARCHED = 32  # queries scanned together
-AGGREGATOR_SHARE = 0.9  # of the time left, so that an aggregator's partial answer is still in time
+AGGREGATOR_SHARE = 0.9  # of the time left, so that the partial answer of an aggregator is still in time
 Answer = Candidates | Refused
 Find = Callable[[Query, float], Awaitable[Answer]]  # a query and the seconds left; see FanOut.search
-SearchCall = tuple[SearchBackend, Query]  # the searcher of the version, looked up when the call arrives
+SearchCall = tuple[SearchBackend, Query]  # with the searcher of the version when the call arrives
 log = get_logger()
 
 
 def sizes(groups: int, config: ServeConfig) -> list[range]:
-    """The groups of each aggregator, nearly equally many; empty if the gateway calls the groups itself."""
+    """Divide the groups nearly evenly among aggregators; empty if the gateway calls the groups itself."""
     if groups <= config.groups_per_aggregator:
         return []
     aggregators = math.ceil(groups / config.groups_per_aggregator)
@@ -56,12 +56,12 @@ def sizes(groups: int, config: ServeConfig) -> list[range]:
 
 
 def is_hedged(config: ServeConfig) -> bool:
-    """Whether slow calls are repeated: a second call needs another replica of the searcher."""
+    """Return whether slow calls are repeated: a second call needs another replica of the searcher."""
     return config.replicas("searcher") > 1
 
 
 class Hedge:
-    """When a call is made a second time: after the median over all targets of their calls' 95th percentile.
+    """The delay before a slow call is repeated: the 95th percentile of a target's calls, median over targets.
 
     One slow target does not raise the median.
     """
@@ -72,16 +72,16 @@ class Hedge:
         self._delay_s: float | None = None
 
     def observe(self, target: int, seconds: float) -> None:
-        """Record how long a target took to answer."""
+        """Record the seconds that a target took to answer."""
         self._latencies.setdefault(target, deque(maxlen=MEASURED_CALLS)).append(seconds)
         self._calls += 1
         if self._calls % MIN_HEDGE_CALLS == 0:
-            measured = [sorted(each) for each in self._latencies.values() if len(each) >= MIN_HEDGE_CALLS]
-            if measured:
-                self._delay_s = max(MIN_HEDGE_S, median(each[int(0.95 * len(each))] for each in measured))
+            latencies = [sorted(each) for each in self._latencies.values() if len(each) >= MIN_HEDGE_CALLS]
+            if latencies:
+                self._delay_s = max(MIN_HEDGE_S, median(each[int(0.95 * len(each))] for each in latencies))
 
     def delay_s(self) -> float | None:
-        """Seconds after which a call is made again; None: not yet known, or too many were."""
+        """Return the seconds after which a call is repeated; None: not known yet, or too many were."""
         too_many = self._seconds > HEDGED_SHARE * (self._calls + MIN_HEDGE_CALLS)
         return None if too_many else self._delay_s
 
@@ -91,7 +91,7 @@ class Hedge:
 
 
 class _PendingQuery:
-    """A query on its way, and what the targets answered so far."""
+    """A query in flight, and the answers of targets so far."""
 
     def __init__(self, query: Query, end: float, targets: int, loop: asyncio.AbstractEventLoop) -> None:
         self.query, self.end = query, end  # of the loop's clock
@@ -100,7 +100,7 @@ class _PendingQuery:
         self._open = targets
 
     def put(self, target: int, answer: Answer | None) -> None:
-        """Store the answer of a target; None if it has none."""
+        """Store the answer of a target; None if it failed."""
         self.answers[target] = answer
         self._open -= 1
         if not self.done.done() and (self._open == 0 or isinstance(answer, Refused)):
@@ -112,9 +112,9 @@ class Target:
 
     Args:
         number: of the target.
-        handle: calls it.
-        groups: that it searches.
-        hedge: when a call is made again; None: never.
+        handle: of the searcher or the aggregator.
+        groups: numbers of the groups that it searches.
+        hedge: delay before a call is repeated; None: no call is repeated.
     """
 
     def __init__(self, number: int, handle: Handle, groups: Sequence[int], hedge: Hedge | None) -> None:
@@ -126,7 +126,7 @@ class Target:
     def add(self, pending: _PendingQuery, loop: asyncio.AbstractEventLoop) -> None:
         """Add a query to the next call."""
         self._waiting.append(pending)
-        if len(self._waiting) == 1:  # queries of the same turn of the loop share a call
+        if len(self._waiting) == 1:  # queries of one turn of the loop share a call
             loop.call_soon(self._start_call)
 
     def _start_call(self) -> None:
@@ -157,13 +157,13 @@ class Target:
                 self._hedge.observe(self._number, loop.time() - started)
         except TimeoutError:
             log.warning("target %d of the fan-out took longer than %.3gs", self._number, left_s)
-        except Exception:  # an error of one group must not cost the results of the others
+        except Exception:  # an error of one group must not discard the results of the others
             log.exception("target %d of the fan-out failed", self._number)
         for pending, answer in zip(batch, answers, strict=True):
             pending.put(self._number, answer)
 
     async def _send_hedged(self, queries: list[Query], left_s: float) -> bytes:
-        """The answers of the first call, or of a second one that is faster."""
+        """Return the answers of the first call, or of a second one that is faster."""
         hedge = self._hedge
         delay_s = None if hedge is None else hedge.delay_s()
         calls = {asyncio.create_task(self._send(queries, left_s))}
@@ -175,10 +175,10 @@ class Target:
             pending = set(calls)
             while True:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                # Both may end in the same turn of the loop, one of them by an error.
-                succeeded = [call for call in done if call.exception() is None]
-                if succeeded or not pending:
-                    return (succeeded or [*done])[0].result()
+                # Both may end in the same turn of the loop, one of them with an error.
+                successes = [call for call in done if call.exception() is None]
+                if successes or not pending:
+                    return (successes or [*done])[0].result()
         finally:
             for call in calls:
                 call.cancel()
@@ -189,10 +189,10 @@ class Target:
 
 
 class FanOut:
-    """Searches every group of shards.
+    """A search of every group of shards.
 
     Args:
-        targets: handles of searchers or of aggregators: all in this process, or all in others.
+        targets: handles of searchers or of aggregators: all in this process, or all in other processes.
         groups: the numbers of the groups of each target.
         hedged: whether slow calls are repeated.
     """
@@ -202,19 +202,19 @@ class FanOut:
     ) -> None:
         hedge = Hedge() if hedged else None
         pairs = zip(targets, groups, strict=True)
-        self._targets = [Target(number, handle, own, hedge) for number, (handle, own) in enumerate(pairs)]
+        self._targets = [Target(n, handle, numbers, hedge) for n, (handle, numbers) in enumerate(pairs)]
         self._is_local = all(isinstance(handle, LocalHandle) for handle in targets)
 
     @classmethod
     def of(cls, searchers: Sequence[Handle], aggregators: Sequence[Handle], config: ServeConfig) -> "FanOut":
-        """The fan-out of a gateway: over its aggregators, or over its searchers where it has none."""
+        """Return the fan-out of a gateway: over its aggregators, or over its searchers if it has none."""
         groups: Sequence[Sequence[int]] = sizes(len(searchers), config)
         if not aggregators:
             groups = [[number] for number in range(len(searchers))]
         return cls(aggregators or searchers, groups, hedged=is_hedged(config))
 
     async def search(self, query: Query, left_s: float) -> Answer:
-        """The candidates of all groups that answer within `left_s` seconds."""
+        """Return the candidates of all groups that answer within `left_s` seconds."""
         answers = await (self._local if self._is_local else self._remote)(query, left_s)
         candidates: list[Candidates] = []
         missing: list[int] = []
@@ -228,12 +228,12 @@ class FanOut:
         return concatenate(candidates, missing=missing)
 
     async def _local(self, query: Query, left_s: float) -> list[Answer | None]:
-        """The answers of searchers in this process, which make batches of their own."""
+        """Return the answers of searchers in this process, which form batches themselves."""
         calls = [target.handle.search.remote(query) for target in self._targets]
         return await gather_in_time(calls, deadline_s=left_s)
 
     async def _remote(self, query: Query, left_s: float) -> list[Answer | None]:
-        # One future for all targets: a task for each would take longer than the rest of a search.
+        # One future for all targets: a task for each target would take longer than the rest of a search.
         loop = asyncio.get_running_loop()
         pending = _PendingQuery(query, loop.time() + left_s, len(self._targets), loop)
         for target in self._targets:
@@ -245,7 +245,7 @@ class FanOut:
 
 
 class Aggregator:
-    """Searches some groups for a gateway, and returns their best candidates.
+    """A search of some groups for a gateway, which returns their best candidates.
 
     Args:
         searchers: handles, one for each group.
@@ -258,23 +258,23 @@ class Aggregator:
         self._fan_out = FanOut(reading, [[group] for group in groups], hedged=hedged)
 
     async def search_many(self, pickled: bytes, left_s: float) -> bytes:
-        """The candidates of each of the pickled queries that the groups find in the time left, pickled."""
-        queries, own_s = pickle.loads(pickled), AGGREGATOR_SHARE * left_s
-        return pickle.dumps(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
+        """Search for pickled queries in the time left; return the pickled candidates of each."""
+        queries, search_s = pickle.loads(pickled), AGGREGATOR_SHARE * left_s
+        return pickle.dumps(await asyncio.gather(*(self._best(query, search_s) for query in queries)))
 
     async def ping(self) -> bool:
-        """Answers while the event loop runs."""
+        """Return True, which shows that the event loop runs."""
         return True
 
     async def _best(self, query: Query, left_s: float) -> Answer:
-        found = await self._fan_out.search(query, left_s)
-        if isinstance(found, Refused) or found.sparse is not None:
-            return found  # hybrid scores are joined over the candidates of all groups
-        return best_by_embedding(found, k=query.k)
+        candidates = await self._fan_out.search(query, left_s)
+        if isinstance(candidates, Refused) or candidates.sparse is not None:
+            return candidates  # hybrid scores are joined over the candidates of all groups
+        return best_by_embedding(candidates, k=query.k)
 
 
 def best_by_embedding(candidates: Candidates, *, k: int) -> Candidates:
-    """The `k` best by their embeddings, of equal scores those of the lower id."""
+    """Return the `k` best candidates by embeddings; of equal scores, those with the lower id."""
     if len(candidates) <= k:
         return candidates
     return candidates.take(np.lexsort((candidates.ids, -candidates.dense))[:k].tolist())
@@ -284,7 +284,7 @@ def best_by_embedding(candidates: Candidates, *, k: int) -> Candidates:
 
 
 def search_batch(batch: Sequence[SearchCall]) -> list[Answer | Exception]:
-    """Answers in the order of the batch; searches with equal batch keys are done together."""
+    """Return answers in the order of the batch; searches with equal batch keys are done together."""
     groups: dict[object, list[int]] = {}
     for number, (_, query) in enumerate(batch):
         groups.setdefault(query.batch_key, []).append(number)
@@ -307,7 +307,7 @@ def _search_group(searcher: SearchBackend, queries: Sequence[Query]) -> Sequence
             exact=first.exact,
         )
     except SearchError as error:
-        if len(queries) > 1:  # one of them may be the reason: the others are answered by themselves
+        if len(queries) > 1:  # one query may be the reason: each query is searched separately
             return [answer for query in queries for answer in _search_group(searcher, [query])]
         return [Refused(str(error))]
     except DatabaseError as error:
@@ -317,7 +317,7 @@ def _search_group(searcher: SearchBackend, queries: Sequence[Query]) -> Sequence
 
 
 def _stack(rows: Sequence[SparseRows]) -> SparseRows | None:
-    """The only rows of some sparse matrices as one; None for no matrix."""
+    """Stack sparse matrices of one row each; None for no matrix."""
     if len(rows) <= 1:
         return rows[0] if rows else None
     return SparseRows(

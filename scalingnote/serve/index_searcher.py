@@ -1,8 +1,8 @@
 """The deployment that searches shards of an index.
 
-A searcher holds every version that the catalog keeps, and versions that were dropped for some more seconds. A
-call names its version, so no answer mixes two versions during a change. The first call that names a version
-opens it, if it is not open yet.
+A searcher holds every version that the catalog keeps, and dropped versions for a few more seconds. A call
+names its version, so no answer mixes two versions during a change. The first call that names a version opens
+it, if it is not open yet.
 """
 
 import asyncio
@@ -37,28 +37,29 @@ from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import LIVE_REFRESH_S, OPEN_TIMEOUT_S, VersionContent
 from scalingnote.storage import filesystem as fs
 
-# Larger searches leave the event loop: MAX_SEARCHED searches of these sizes take about 5 ms.
+# Larger searches run in a thread. In the event loop, MAX_SEARCHED searches of these sizes take about 5 ms.
 INLINE_MAX_DOCUMENTS, INLINE_MAX_K = 500_000, 100
-MAX_FACET_CARDINALITY = 1000  # a text field with more values is no facet
-RELEASE_AFTER_S = 10.0  # all gateways change within a second; requests from before name the old version
-RELEASE_POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
+MAX_FACET_CARDINALITY = 1000  # a text field with more values is not a facet
+RELEASE_AFTER_S = 10.0  # all gateways change within a second; earlier requests name the old version
+RELEASE_POLL_INTERVAL_S = 5.0  # between two reads of the list of kept versions
 DEFAULT_SEARCH = SearchConfig()
 log = get_logger()
 
 
 class IndexSearcher:
-    """Holds some or all shards of each kept version of an index; of a live index all of the current version.
+    """A searcher of some or all shards of each kept version of an index.
 
-    The shards of a live index stay in one process, so that a search sees all of them at one moment. Of an
-    index with a delta a search names the moment: a record of the delta's log, which is followed here.
+    Of a live index it holds all shards of the current version, so that a search sees all of them at one
+    moment. For an index with a delta, a search names the moment: a record of the log of the delta, which is
+    followed here.
 
     Args:
         catalog: of the versions to hold.
         shards: numbers of the shards held here; None: all.
-        mapped: leave vectors in their files.
+        mapped: whether vectors stay in their files.
         search: the engine; a database has all shards.
-        timeout_s: of a database's answers.
-        shows_documents: gateways ask for the documents of these shards, where the index is remote.
+        timeout_s: of the answers of a database.
+        shows_documents: whether gateways read the documents of these shards from here if the index is remote.
     """
 
     def __init__(
@@ -81,16 +82,16 @@ class IndexSearcher:
         )
         self._in_loop: Batcher[SearchCall, Answer] = Batcher(self._search_batch, max_batch=MAX_SEARCHED)
         self._background: asyncio.Task[None] | None = None
-        self._exact_searches = 0  # that run
+        self._exact_searches = 0  # running now
         served = catalog.read()
-        kept = served[:1] if self._live else served
-        self._held = {version.name: self._open(version) for version in kept}
-        # Versions are held until then whether the catalog lists them or not, in time.monotonic().
+        kept_versions = served[:1] if self._live else served
+        self._held = {version.name: self._open(version) for version in kept_versions}
+        # Versions are held until this time, in time.monotonic(), whether the catalog lists them or not.
         self._held_until = dict.fromkeys(self._held, time.monotonic() + OPEN_TIMEOUT_S)
         self._last_active = {served[0].name: time.monotonic()}
 
     async def search(self, query: Query) -> Answer:
-        """The best candidates of the shards held here; of a live index, of its current version."""
+        """Return the best candidates of the shards held here; of a live index, of its current version."""
         searcher = await self._require(query.version)
         if query.version != searcher.version:
             query = replace(query, version=searcher.version)
@@ -102,12 +103,12 @@ class IndexSearcher:
         return await batcher((searcher, query))
 
     async def search_many(self, pickled: bytes, left_s: float) -> bytes:
-        """The candidates of each of the pickled queries, pickled; None for one that takes over `left_s`."""
+        """Search for pickled queries; return the pickled candidates of each, None for one over `left_s`."""
         calls = [self.search(query) for query in pickle.loads(pickled)]
         return pickle.dumps(await gather_in_time(calls, deadline_s=left_s))
 
     def _is_short(self, searcher: SearchBackend, query: Query) -> bool:
-        """Whether a search takes less than a millisecond for sure: vectors only, all in memory."""
+        """Return whether a search surely takes less than a millisecond: only vectors, all in memory."""
         in_memory = isinstance(searcher, Searcher) and not self._mapped
         if self._live or not in_memory or len(searcher) > INLINE_MAX_DOCUMENTS:
             return False
@@ -115,21 +116,21 @@ class IndexSearcher:
         return plain and query.k <= INLINE_MAX_K
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
-        """The document with this id, as a list of one or none."""
+        """Return the document with this id, as a list of one document or none."""
         searcher = await self._require(version)
         document = await self._thread.run(lambda: searcher.get(doc_id))
         return [] if document is None else [document]
 
     async def open_documents(self, version: str) -> None:
-        """Open the documents of the shards held here; one of READ_ERRORS where they cannot be read."""
+        """Open the documents of the shards held here; one of READ_ERRORS if they cannot be read."""
         searcher = await self._require(version)
         await asyncio.to_thread(lambda: searcher.store)
         self._documents_closed_until = 0.0
 
     async def documents(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]] | Refused:
-        """The documents of those candidates that are held here; refused where they cannot be read.
+        """Return the documents of the candidates that are held here; refused if they cannot be read.
 
-        After an error they are opened again, a few seconds later.
+        After an error they are opened again after REOPEN_AFTER_S.
         """
         searcher = await self._require(version)
         if time.monotonic() >= self._documents_closed_until:
@@ -142,12 +143,12 @@ class IndexSearcher:
         return Refused("the documents of these shards cannot be read", temporary=True)
 
     async def columns(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Id and filter columns of those candidates that are held here: where documents cannot be read."""
+        """Return id and filter columns of the candidates held here, for when documents cannot be read."""
         searcher = await self._require(version)
         return await self._thread.run(lambda: searcher.columns(ids))
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
-        """The vector of the document with this id: one row, or none."""
+        """Return the vector of the document with this id, as one row or none."""
         searcher = await self._require(version)
         try:
             vector = await self._thread.run(lambda: searcher.vector(doc_id))
@@ -156,7 +157,7 @@ class IndexSearcher:
         return np.empty((0, searcher.dim), np.float32) if vector is None else vector[np.newaxis]
 
     async def describe(self, version: str) -> VersionContent:
-        """The content of the shards held here."""
+        """Return the content of the shards held here."""
         searcher = await self._require(version)
 
         def content() -> VersionContent:
@@ -173,10 +174,10 @@ class IndexSearcher:
         return await asyncio.to_thread(content)
 
     async def load(self, version: Version) -> None:
-        """Release versions that the catalog will not keep once this one is active, then open this one.
+        """Release versions that the catalog does not keep when this one is active, then open this one.
 
-        So a replica holds no more versions than the catalog keeps, unless one was active until seconds ago.
-        Of a live index the current version is opened instead, if it is not held yet.
+        So a replica holds no more versions than the catalog keeps, except one that was active seconds ago. Of
+        a live index the current version is opened instead, if it is not held yet.
         """
         async with self._opening:
             served = await asyncio.to_thread(self._catalog.read)
@@ -188,12 +189,12 @@ class IndexSearcher:
                 needed = await asyncio.to_thread(self._catalog.names_to_keep, version)
                 needed |= self._active_lately(served[0].name)
                 # Searches that run or wait have a reference to their searcher.
-                self._held = {name: held for name, held in self._held.items() if name in needed}
+                self._held = {name: searcher for name, searcher in self._held.items() if name in needed}
                 self._held[version.name] = await asyncio.to_thread(self._open, version)
             self._held_until[version.name] = time.monotonic() + OPEN_TIMEOUT_S
 
     async def refresh(self) -> None:
-        """Read what was written to a live index or a delta; of a live index change to its current version."""
+        """Read new writes of a live index or a delta; change to the current version of a live index."""
         if self._live:
             active = (await asyncio.to_thread(self._catalog.read))[0]
             if active.name not in self._held:
@@ -203,38 +204,38 @@ class IndexSearcher:
                 await asyncio.to_thread(searcher.refresh)
 
     async def release_old_versions(self) -> None:
-        """Release versions that the catalog has not listed for some seconds, once the active one is open."""
+        """Release versions that the catalog has not listed for some seconds, if the active one is open."""
         served = await asyncio.to_thread(self._catalog.read)
         self._active_lately(served[0].name)
-        listed, now = {version.name for version in served}, time.monotonic()
+        listed_names, now = {version.name for version in served}, time.monotonic()
         if served[0].name in self._held:
             until = {
-                name: now + RELEASE_AFTER_S if name in listed else self._held_until[name]
+                name: now + RELEASE_AFTER_S if name in listed_names else self._held_until[name]
                 for name in self._held
             }
             self._held_until = {name: end for name, end in until.items() if end > now}
             self._held = {name: self._held[name] for name in self._held_until}
 
     def _active_lately(self, active: str) -> set[str]:
-        """Versions that a gateway may still name: the active one, and those that were active seconds ago."""
+        """Return the versions that a gateway may still name: those active now or seconds ago."""
         now = time.monotonic()
         self._last_active[active] = now
         self._last_active = {n: at for n, at in self._last_active.items() if now - at <= RELEASE_AFTER_S}
         return set(self._last_active)
 
     async def check_health(self) -> None:
-        """Ray Serve's question: an error where a version cannot be searched, or where the thread hangs.
+        """Raise an error if a version cannot be searched or the thread hangs. Ray Serve calls this.
 
-        An exact search of a large index may take minutes: meanwhile nothing is asked.
+        An exact search of a large index may take minutes. While one runs, nothing is checked.
         """
         if not self._exact_searches:
-            held = [*self._held.values()]
-            await self._thread.check(partial(_probe, held))
+            searchers = [*self._held.values()]
+            await self._thread.check(partial(_probe, searchers))
 
     async def ping(self, version: str) -> int:
-        """The number of shards held of a version, or of another one while it is not open.
+        """Return the number of shards held of a version, or of another one while it is not open.
 
-        None of a database that does not answer.
+        It is 0 if a database does not answer.
         """
         searcher = self._held.get(version, next(iter(self._held.values())))
         if isinstance(searcher, DatabaseSearcher):
@@ -247,18 +248,18 @@ class IndexSearcher:
 
     @property
     def _live(self) -> bool:
-        """Whether the writes are in the index that is held, not in a delta beside it."""
+        """Whether the writes are in the held index itself, not in a separate delta."""
         return isinstance(self._catalog, LiveCatalog) and not self._catalog.delta
 
     async def _require(self, name: str) -> SearchBackend:
-        """The searcher of a version, opened if need be; of a live index that of the current version."""
+        """Return the searcher of a version, opened if needed; for a live index, of the current version."""
         if self._background is None:  # the constructor runs before there is an event loop
             self._background = asyncio.create_task(self._follow_catalog())
         if self._live:
             (searcher,) = self._held.values()
             return searcher
         if name not in self._held:
-            # It goes on if its request ends: the next one would begin again.
+            # It continues if its request ends, because the next request would start it again.
             await asyncio.shield(asyncio.create_task(self.load(version_named(self._catalog.read(), name))))
         return self._held[name]
 
@@ -268,39 +269,39 @@ class IndexSearcher:
             name = "refreshing from the live index"
             tasks.append(run_periodically(self.refresh, interval_s=LIVE_REFRESH_S, name=name))
         if not self._live:
-            name, interval_s = "reading which versions are kept", RELEASE_POLL_INTERVAL_S
+            name, interval_s = "reading the list of kept versions", RELEASE_POLL_INTERVAL_S
             tasks.append(run_periodically(self.release_old_versions, interval_s=interval_s, name=name))
         await asyncio.gather(*tasks)
 
     def _open(self, version: Version) -> SearchBackend:
         log.info("opening index version %s: %s", version.name, version.uri)
-        opened: SearchBackend
+        searcher: SearchBackend
         if self._search.backend != "own":
             collection = self._search.collection_of(version.name)
-            opened = DatabaseSearcher.open(
+            searcher = DatabaseSearcher.open(
                 version.uri, self._search, collection=collection, timeout_s=self._timeout_s
             )
         elif isinstance(self._catalog, LiveCatalog) and self._catalog.delta:
-            opened = OverriddenSearcher.open(version.uri, shards=self._shards, mapped=self._mapped)
+            searcher = OverriddenSearcher.open(version.uri, shards=self._shards, mapped=self._mapped)
             folder, number = self._catalog.place(version.name)
-            found = versions.kept_version(folder, number)
-            opened.follow(versions.log_folder(folder, 0), after=found.included[0])
+            record = versions.kept_version(folder, number)
+            searcher.follow(versions.log_folder(folder, 0), after=record.included[0])
         elif isinstance(self._catalog, LiveCatalog):
             live = LiveIndex(self._catalog.folder, self._catalog.first.index, follow=True)
-            opened = LiveSearcher(live)
+            searcher = LiveSearcher(live)
         else:
-            opened = Searcher.open(version.uri, shards=self._shards, mapped=self._mapped)
-        opened.version = version.name
-        # The first search compiles code and loads pages, which would take part of a request's deadline.
-        _probe([opened])
-        if opened.layout.sparse and self._search.backend == "own":
+            searcher = Searcher.open(version.uri, shards=self._shards, mapped=self._mapped)
+        searcher.version = version.name
+        # The first search compiles code and loads pages, which would use time of a request's deadline.
+        _probe([searcher])
+        if searcher.layout.sparse and self._search.backend == "own":
             sparse.warm()
         if self._shows_documents and not self._live and not fs.is_local(version.uri):
             try:
-                _documents(opened, [])  # copies them to this machine
+                _documents(searcher, [])  # copies the documents to this machine
             except READ_ERRORS:
                 log.exception("the documents of version %s cannot be read here", version.name)
-        return opened
+        return searcher
 
     def _search_batch(self, batch: Sequence[SearchCall]) -> list[Answer | Exception]:
         exact = any(query.exact for _, query in batch)
@@ -312,13 +313,13 @@ class IndexSearcher:
 
 
 def _probe(searchers: Iterable[SearchBackend]) -> None:
-    """Search for a fixed vector; a database that does not answer is no fault of the replica that asks it."""
+    """Search for a fixed vector. A replica is healthy even if the database that it calls does not answer."""
     for searcher in searchers:
         with suppress(DatabaseError):
             searcher.find(np.ones((1, searcher.dim), np.float32), k=10)
 
 
 def _documents(searcher: SearchBackend, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-    held, store = {*searcher.shards}, searcher.store
+    shards, store = {*searcher.shards}, searcher.store
     places = zip(ids, candidate_places(ids), strict=True)
-    return {each: store.read(shard, row) for each, (shard, row) in places if shard in held}
+    return {each: store.read(shard, row) for each, (shard, row) in places if shard in shards}

@@ -1,4 +1,4 @@
-"""`scalingnote serve`: starts an application on a Ray cluster, and shuts it down on a signal."""
+"""The command `scalingnote serve`: start an application on a Ray cluster, and shut it down on a signal."""
 
 import contextlib
 import io
@@ -27,12 +27,12 @@ from scalingnote.serve.telemetry import SERVE_LOGGING
 
 Served = ServedArtifacts | ServedTower
 APPLICATION_NAME = "scalingnote"
-PROXY_TIMEOUT_S = 240.0  # Ray Serve's own 60 s are too few for its processes to start on a busy machine
+PROXY_TIMEOUT_S = 240.0  # Ray Serve's default of 60 s is too short for its processes on a busy machine
 log = get_logger("serve")
 
 
 def run(served: Served, application: Application) -> int:
-    """Serve until CTRL-C or SIGTERM, then shut down what was started; returns the exit code."""
+    """Serve until CTRL-C or SIGTERM, then shut down everything that was started; return the exit code."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     cluster.connect(served.address)
     try:
@@ -44,55 +44,55 @@ def run(served: Served, application: Application) -> int:
             _wait_for_a_signal()
             log.info("shutting down")
         finally:
-            # Ray prints the end of its own controller as a failed task.
+            # Ray prints the end of its controller as a failed task.
             with contextlib.redirect_stdout(io.StringIO()):
                 _end_service(shared=running is not None)
     finally:
-        ray.shutdown()  # ends a private cluster, leaves one that was joined
+        ray.shutdown()  # ends a private cluster, and disconnects from an existing one
     return 0
 
 
 def _end_service(*, shared: bool) -> None:
-    """Delete the application, and Ray Serve with it unless it ran on the cluster before."""
+    """Delete the application, and shut down Ray Serve unless it ran on the cluster before."""
     if _running_proxy() is None:  # Ray Serve did not start
         return
     serve.delete(APPLICATION_NAME)  # replicas finish their requests
     if not shared:
-        serve.shutdown()  # or the next application would find this one's port taken
+        serve.shutdown()  # without it, the port would be in use for the next application
 
 
 def _running_proxy() -> HTTPOptions | None:
-    """The address of Ray Serve if it runs on this cluster already: all applications share its proxy."""
+    """Return the address of Ray Serve, None if it does not run here yet: all applications share its proxy."""
     client = ray_internals.serve_client(required=False)
     return None if client is None else client.http_config
 
 
 def _port(config: ServeConfig, running: HTTPOptions | None) -> int:
-    """The port to listen on; ConfigError when it is in use, or when a running proxy does not fit."""
+    """Return the port to listen on; ConfigError if it is in use, or if a running proxy does not fit."""
     if running is None:
         if config.grpc_port is not None:
             _free_port("0.0.0.0", config.grpc_port, knob="grpc_port")
         return _free_port(config.host, config.port)
     if APPLICATION_NAME in serve.status().applications:
         raise ConfigError(
-            f"this cluster serves {APPLICATION_NAME!r} already, at port {running.port}: end that first "
+            f"this cluster serves {APPLICATION_NAME!r} already, at port {running.port}: end it first "
             "(serve shutdown)"
         )
     if running.host != config.host:
         raise ConfigError(
-            f"Ray Serve listens on {running.host} of this cluster already, not on {config.host}: set "
-            "serve.host to that, or end it first (serve shutdown)"
+            f"Ray Serve of this cluster listens on {running.host} already, not on {config.host}: set "
+            f"serve.host to {running.host}, or end it first (serve shutdown)"
         )
     log.info("Ray Serve runs on this cluster already: its port is used")
     return int(running.port)
 
 
 def start(served: Served, application: Application) -> str:
-    """Start the application behind proxies of HTTP and gRPC; returns its URL once it answers."""
+    """Start the application behind proxies for HTTP and gRPC; return its URL when it answers."""
     if problems := placement.problems(application, ray.nodes()):
         raise ConfigError("\n".join(problems))
     config = served.config
-    # The gateway keeps its own deadlines: only a request that never reached it exceeds this.
+    # The gateway has its own deadlines: only a request that never reached it exceeds this timeout.
     timeout_s = max(config.deadline_s, ENCODING_DEADLINE_S) + 2
     http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=timeout_s)
     grpc = None
@@ -106,16 +106,16 @@ def start(served: Served, application: Application) -> str:
         serve.run(application, name=APPLICATION_NAME, route_prefix="/", logging_config=SERVE_LOGGING)
     except RuntimeError as error:
         raise SearchError(f"Ray Serve could not start the application: {error}") from None
-    except TimeoutError:  # the application runs, its proxy does not answer yet
+    except TimeoutError:  # the application runs, but its proxy does not answer yet
         _until_it_answers(ray_internals.serve_client().wait_for_proxies_serving, deadline)
     host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
     return f"http://{host}:{config.port}"
 
 
 def _until_it_answers(step: Callable[[], object], deadline: float) -> None:
-    """Repeat a step until Ray Serve's proxy answers; SearchError when it does not by the deadline.
+    """Repeat a step until Ray Serve's proxy answers; SearchError if it does not by the deadline.
 
-    A proxy that is slow to start is killed by Ray Serve's controller and started again.
+    Ray Serve's controller kills a proxy that is slow to start, and starts it again.
     """
     while True:
         try:
@@ -135,15 +135,15 @@ def _until_it_answers(step: Callable[[], object], deadline: float) -> None:
 
 def _wait_for_a_signal() -> None:
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, whose own handler aborts the process
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, because its handler aborts the process
         signal.signal(number, lambda *_: stop.set())
     stop.wait()
 
 
 def _free_port(host: str, port: int, *, knob: str = "port") -> int:
-    """`port` if it can be listened on; 0 picks a free one."""
+    """Return `port` if it is free, for 0 a free one; ConfigError if it is in use."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the proxy does
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like the proxy
         try:
             probe.bind((host, port))
         except OSError as error:

@@ -1,12 +1,13 @@
-"""The versions of a live folder, of one pair of an index and its model, or of more.
+"""The versions of a live folder with one or more pairs of an index and its model.
 
-    folder/pairs.json   the pairs, the active one first; without the file there is the one of the run
+    folder/pairs.json   the pairs, the active one first; without this file there is only the pair of the run
     folder              register and log of the first pair
-    folder/pairs/MARK   register and log of another one; MARK is its index's digest, cut, and its number
+    folder/pairs/MARK   register and log of another pair; MARK is the cut digest of its index, and a number
 
-A pair is added by `scalingnote migrate` once its index is built. From then on the writer gives it each write,
-and what was written before as well; then it is *filled*, and a service may change to it and back. The file
-is replaced as a whole, by one process at a time, so writer, encoders, searchers and gateways read what is so.
+`scalingnote migrate` adds a pair when its index is built. From then on the writer adds each write to it, and
+earlier writes as well. When it has all of them it is *filled*, and a service may change to it and back. One
+process at a time replaces the file atomically, so writer, encoders, searchers and gateways read a valid
+state.
 """
 
 import fcntl
@@ -40,17 +41,17 @@ class DocumentPathParts:
     embeddings: Location
     dataset: Location
     snippet_chars: int
-    bm25_terms: Location | None = None  # of an index that holds words
+    bm25_terms: Location | None = None  # of an index with words
 
 
 @dataclass(frozen=True)
 class LivePair:
-    """An index, what encodes for it, and where its writes are."""
+    """An index, the artifacts that encode for it, and the name of the folder with its writes."""
 
     index: str  # URI of the index that was built
-    documents: DocumentPathParts | None = None  # None: nothing is written
-    towers: PairedTowers | None = None  # None: those that the manifest of its index names
-    mark: str = ""  # names its folder, and begins the names of its versions; none of the first pair
+    documents: DocumentPathParts | None = None  # None: it receives no writes
+    towers: PairedTowers | None = None  # None: those that the manifest of its index records
+    mark: str = ""  # name of its folder, and prefix of the names of its versions; empty for the first pair
     filled: bool = True  # whether its delta has every write
 
 
@@ -58,7 +59,7 @@ class LivePair:
 class _PairsFile:
     """The content of LIVE_PAIRS_FILE."""
 
-    added: int = 0  # pairs, ever
+    added: int = 0  # number of pairs that were ever added
     pairs: tuple[LivePair, ...] = ()
 
 
@@ -67,66 +68,66 @@ _FILE = TypeAdapter(_PairsFile)
 
 @dataclass(frozen=True)
 class LiveCatalog:
-    """The versions of a live index, from its own registers. They are named by their numbers.
+    """The versions of a live index, from its registers. Their names are their numbers.
 
-    With a delta there may be two pairs of an index and its towers, each with a register: those that are
-    filled are listed, and any of their versions may become the active one.
+    With a delta there may be two pairs of an index and its towers, each with a register. The versions of
+    filled pairs are listed, and any of them may become the active one.
     """
 
     folder: str
     first: LivePair  # the only one until another is added
-    delta: bool = False  # whether writes lie beside the versions, which are then held as those of a Catalog
-    own_towers: tuple[str, ...] = ()  # arms with a query tower of their own, which search the active index
+    delta: bool = False  # whether writes are outside the versions, which are then like those of a Catalog
+    own_towers: tuple[str, ...] = ()  # arms with a separate query tower that search the active index
 
     @property
     def state(self) -> str:
-        """The folder that remembers the active version."""
+        """The folder that stores which version is active."""
         return self.folder
 
     # --- versions -------------------------------------------------------------------------------------
 
     def read(self) -> tuple[Version, ...]:
-        """The versions that are kept, the current one of the active pair first."""
+        """Return the versions that are kept, the current one of the active pair first."""
         return tuple(version for pair in self.pairs() if pair.filled for version in self._versions(pair))
 
     def _versions(self, pair: LivePair) -> tuple[Version, ...]:
         folder = self.pair_folder(pair)
         if not live_versions.register_exists(folder):
-            live_versions.current(folder, pair.index, delta=self.delta)  # creates the registry
-        listed = sorted(live_versions.listing(folder), key=lambda v: (not v.current, -v.number))
+            live_versions.current(folder, pair.index, delta=self.delta)  # creates the register
+        records = sorted(live_versions.listing(folder), key=lambda v: (not v.current, -v.number))
         dim, towers = _dim(pair.index), pair.towers or _towers(pair.index)
         prefix = f"{pair.mark}-" if pair.mark else ""
         return tuple(
-            Version(f"{prefix}{v.number}", v.uri, v.documents, dim, v.created, towers) for v in listed
+            Version(f"{prefix}{v.number}", v.uri, v.documents, dim, v.created, towers) for v in records
         )
 
     def version_of(self, index: str) -> Version:
-        """The current version of an index's pair; ConfigError where it lacks writes, or there is none."""
+        """Return the current version of an index's pair; ConfigError without one, or if it lacks writes."""
         pair = {each.index: each for each in self.pairs()}.get(index)
         if pair is None:
             raise ConfigError(
-                f"{self.folder} takes no writes for {index}: `scalingnote migrate --to MODEL` adds a model "
-                "where serve.live.keep_documents is set, and --finish ends the other one"
+                f"{self.folder} does not receive writes for {index}: `scalingnote migrate --to MODEL` adds "
+                "a model if serve.live.keep_documents is set, and --finish ends the other one"
             )
         if not pair.filled:
             raise ConfigError(
                 f"the delta of {index} does not have every write yet: the writer of the running service "
-                "encodes them, and its log says how many are left; try again when it has done so"
+                "encodes them, and its log reports how many are left; try again when it has finished"
             )
         return self._versions(pair)[0]
 
     def place(self, version: str) -> tuple[str, int]:
-        """The folder of a version's register, and its number there; ConfigError where its pair is gone."""
+        """Return the folder of a version's register, and its number there; ConfigError if it has no pair."""
         mark, _, number = version.rpartition("-")
         for pair in self.pairs():
             if pair.mark == mark:
                 return self.pair_folder(pair), int(number)
-        raise ConfigError(f"{self.folder} has no version {version} any more: another model took its place")
+        raise ConfigError(f"{self.folder} has no version {version} any more: another model replaced it")
 
     def activate(self, version: Version) -> tuple[Version, ...]:
-        """Make a kept version the current one; each of them has every write. Errors as of :meth:`pair`."""
+        """Make a kept version the current one. Each of them has every write; errors as in :meth:`pair`."""
         folder, number = self.place(self.pair(version).name)
-        # Of a large index the searchers have just read all files, each its own.
+        # With a delta, each searcher has just read all files of its shards.
         live_versions.activate(folder, number, checked=self.delta)
         if self.delta:
             self._change(
@@ -135,28 +136,28 @@ class LiveCatalog:
         return self.read()
 
     def pair(self, version: Version) -> Version:
-        """The version as it is kept, with its towers.
+        """Return the kept version of this name and URI, with its towers.
 
-        SearchError where it is not kept, ConfigError where an arm would search the index of another model.
+        SearchError if it is not kept, ConfigError if an arm would search the index of another model.
         """
         served = self.read()
-        kept = {each.name: each for each in served}.get(version.name)
-        if kept is None or kept.uri != version.uri:
+        kept_version = {each.name: each for each in served}.get(version.name)
+        if kept_version is None or kept_version.uri != version.uri:
             raise SearchError(
-                f"{version.uri} is no version of this live index, which changes only to versions that its "
-                "compaction wrote, or whose writes `scalingnote migrate` has prepared: to serve another "
-                "index, start an application of it with a live folder of its own"
+                f"{version.uri} is not a version of this live index, which changes only to versions that its "
+                "compaction wrote, or that `scalingnote migrate` has added: to serve another index, start an "
+                "application of it with a separate live folder"
             )
-        if kept.towers != served[0].towers:
-            require_no_own_towers(kept, self.own_towers)
-        return kept
+        if kept_version.towers != served[0].towers:
+            require_no_own_towers(kept_version, self.own_towers)
+        return kept_version
 
     def names_to_keep(self, version: Version) -> set[str]:
-        """Names of the versions to hold while this one is opened."""
+        """Return the names of the versions to hold while this one is opened."""
         return {version.name, *(each.name for each in self.read())}
 
     def previous(self) -> Version:
-        """The newest version that is not current; SearchError when none is kept."""
+        """Return the first kept version that is not current; SearchError if there is none."""
         others = self.read()[1:]
         if not others:
             raise SearchError("no other version is kept: there is nothing to roll back to")
@@ -165,51 +166,54 @@ class LiveCatalog:
     # --- pairs ----------------------------------------------------------------------------------------
 
     def pairs(self) -> tuple[LivePair, ...]:
-        """The pairs, the active one first."""
+        """Return the pairs, the active one first."""
         return self._file().pairs or (self.first,)
 
     def pairs_changed_at(self) -> int:
-        """When the pairs changed last, in nanoseconds; 0: no pair was ever added."""
+        """Return the time of the last change of the pairs, in nanoseconds; 0: no pair was ever added."""
         try:
             return self._path.stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 
     def pair_folder(self, pair: LivePair) -> str:
-        """The folder of a pair's register and log."""
+        """Return the folder of a pair's register and log."""
         return str(Path(self.folder) / "pairs" / pair.mark) if pair.mark else self.folder
 
     def add(self, pair: LivePair) -> None:
-        """Add a pair beside the active one, in place of any other; one that is there stays as it is.
+        """Add a pair to the active one, in place of any other; an existing pair is not changed.
 
         Its mark is chosen here.
         """
         digest = open_artifact(pair.index, kind="index").digest
 
-        def beside(pairs: tuple[LivePair, ...]) -> tuple[LivePair, ...]:
+        def add_second(pairs: tuple[LivePair, ...]) -> tuple[LivePair, ...]:
             if any(each.index == pair.index for each in pairs):
                 return pairs
-            # One that comes again gets another mark: what it was given before it ended lacks later writes.
+            # A pair that is added again gets another mark: its old log lacks the writes since its end.
             mark = f"{digest[:MARK_CHARACTERS]}.{self._file().added + 1}"
-            added = replace(pair, mark=mark, filled=False)
-            shutil.rmtree(self.pair_folder(added), ignore_errors=True)  # of a call that was killed
-            # Its register is there before any process reads that there is a pair.
-            live_versions.current(self.pair_folder(added), pair.index, delta=True)
-            return pairs[0], added
+            new_pair = replace(pair, mark=mark, filled=False)
+            shutil.rmtree(self.pair_folder(new_pair), ignore_errors=True)  # of a call that was killed
+            # The register is created before any process can read the pair.
+            live_versions.current(self.pair_folder(new_pair), pair.index, delta=True)
+            return pairs[0], new_pair
 
-        self._change(beside)
+        self._change(add_second)
 
     def set_filled(self, index: str) -> None:
-        """Say that a pair has every write."""
+        """Record that a pair has every write."""
         self._change(
             lambda pairs: tuple(replace(each, filled=each.filled or each.index == index) for each in pairs)
         )
 
     def end_others(self) -> tuple[str, ...]:
-        """Leave the active pair alone: the others take no more writes. Returns their folders, which stay."""
-        ended = self.pairs()[1:]
+        """Remove all pairs but the active one, so that they receive no more writes.
+
+        Return their folders, which are not deleted.
+        """
+        others = self.pairs()[1:]
         self._change(lambda pairs: pairs[:1])
-        return tuple(map(self.pair_folder, ended))
+        return tuple(map(self.pair_folder, others))
 
     @property
     def _path(self) -> Path:

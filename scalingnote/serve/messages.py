@@ -1,9 +1,9 @@
-"""Bodies of requests and responses: every field has a type and bounds, unknown fields are refused.
+"""Bodies of requests and responses: every field has a type and bounds, and unknown fields are refused.
 
-null for a field that may be left out means its default, because many clients send every field that they know.
+The value null for a field that may be left out means its default, because many clients send every field that
+they have.
 
-What depends on the server's limits and on its index is checked by functions, which refuse a request by 422
-and name the field.
+Functions check a request against the server's limits and its index. They refuse it by 422 and name the field.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Value = bool | int | FiniteFloat | Annotated[StrictStr, StringConstraints(max_le
 K = Annotated[int, Field(ge=1, strict=True, description="number of results")]
 DeadlineMs = Annotated[
     int | None,
-    Field(ge=1, le=600_000, strict=True, description="for this request; null: the server's own"),
+    Field(ge=1, le=600_000, strict=True, description="for this request; null: the deadline of the server"),
 ]
 
 
@@ -35,14 +35,14 @@ NULL = {"type": "null"}  # in a JSON schema
 
 
 def _with_null(schema: dict[str, Any]) -> None:
-    """Say in a body's JSON schema that every field with a default may be null."""
+    """Mark every field with a default as nullable in a body's JSON schema."""
     optional = schema.get("properties", {}).keys() - set(schema.get("required", ()))
     for name in optional:
         field = schema["properties"][name]
         kinds = field.pop("anyOf", None)
         if kinds is None:
-            about = {key: field[key] for key in ("title", "description", "default") if key in field}
-            kinds, field = [{key: value for key, value in field.items() if key not in about}], about
+            labels = {key: field[key] for key in ("title", "description", "default") if key in field}
+            kinds, field = [{key: value for key, value in field.items() if key not in labels}], labels
         schema["properties"][name] = {"anyOf": kinds if NULL in kinds else [*kinds, NULL], **field}
 
 
@@ -53,11 +53,11 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_null(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or None not in given.values():
-            return given
+    def _without_null(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or None not in body.values():
+            return body
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: value for name, value in given.items() if value is not None or name not in optional}
+        return {name: value for name, value in body.items() if value is not None or name not in optional}
 
 
 class Range(Body):
@@ -76,7 +76,8 @@ class Range(Body):
 FilterConditions = Annotated[
     dict[Name, Value | Annotated[list[Value], Field(min_length=1, max_length=1000)] | Range],
     Field(
-        max_length=20, description="fields of /info, and what each must be: a value, one of a list, a range"
+        max_length=20,
+        description="fields of /info, each with its condition: a value, a list of values, or a range",
     ),
 ]
 
@@ -84,26 +85,26 @@ FilterConditions = Annotated[
 class SearchRequest(Body):
     """The body of ``POST /search``: a text or a vector, and how to search."""
 
-    query: StrictStr | None = Field(None, description="what to look for, in plain language")
+    query: StrictStr | None = Field(None, description="the query, in plain language")
     vector: Annotated[list[FiniteFloat], Field(min_length=1, max_length=8192)] | None = Field(
-        None, description="an embedding instead of a text, of the index's dimension"
+        None, description="an embedding in place of a text, with the dimension of the index"
     )
     k: K = 10
     filter: FilterConditions | None = None
     user_id: Name | None = Field(
-        None, description="the user: for personal results, and the same arm for all requests"
+        None, description="the user: for personal results, and for the same arm in all requests"
     )
     dense_weight: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = Field(
         None,
-        description="of embeddings against terms, where documents have terms; 0: only documents with a term "
-        "of the query; null: the index's own",
+        description="weight of embeddings against terms, if documents have terms; 0: only documents with a "
+        "term of the query; null: the weight of the index",
     )
     rerank: Annotated[int, Field(ge=1, strict=True)] | None = Field(
         None, description="number of the best results that the cross-encoder re-ranks"
     )
     arm: Name | None = Field(None, description="an arm of /info; null: by the traffic split")
     nprobe: Annotated[int, Field(ge=1, strict=True)] | None = Field(
-        None, description="inverted lists searched"
+        None, description="number of inverted lists that are searched"
     )
     explain: bool = Field(False, strict=True, description="whether each result has its scores and shard")
     deadline_ms: DeadlineMs = None
@@ -134,7 +135,7 @@ class EncodeRequest(Body):
 
 
 class Document(Body):
-    """A document to be written; further fields are its features."""
+    """A document to be written. Other fields are its features."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -145,7 +146,7 @@ class Document(Body):
 
 
 class UpsertRequest(Body):
-    """The body of ``POST /documents``: each replaces the document with its id, if there is one.
+    """The body of ``POST /documents``. Each document replaces the one with its id, if there is one.
 
     A document is ``{"doc_id", "title", "topic", "content"}`` and the features of the data set. Invalid
     documents are rejected with the reason; the others are written.
@@ -161,7 +162,7 @@ class DeleteRequest(Body):
 
 
 class GetRequest(Body):
-    """The id of a document over gRPC; over HTTP it is in the path."""
+    """The id of a document over gRPC. Over HTTP it is in the path."""
 
     doc_id: DocId
 
@@ -197,7 +198,7 @@ class PassagePlace(BaseModel):
 
 
 class Hit(BaseModel):
-    """One result: the document as the index shows it, with the fields it can be filtered by."""
+    """One result: the document as the index shows it, with the fields that a filter may use."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -208,13 +209,13 @@ class Hit(BaseModel):
     snippet: str
     semantic_id: str
     passage: PassagePlace | None = Field(
-        None, description="where the document's best passage lies, whose beginning is the snippet"
+        None, description="place of the best passage of the document; the snippet is its beginning"
     )
     explain: Explained | None = None
 
 
 class Timings(BaseModel):
-    """Milliseconds per step, as the gateway saw them: calls between replicas are included."""
+    """Milliseconds per step, measured in the gateway: calls between replicas are included."""
 
     encode: float
     search: float
@@ -224,7 +225,7 @@ class Timings(BaseModel):
 
 
 class SearchResponse(BaseModel):
-    """The answer of ``POST /search``; it is partial when ``shards_answered`` is less than ``shards``."""
+    """The answer of ``POST /search``. It is partial if ``shards_answered`` is less than ``shards``."""
 
     request_id: str
     results: list[Hit]
@@ -234,13 +235,13 @@ class SearchResponse(BaseModel):
     shards: int
     shards_answered: int
     missing_groups: list[int] = Field(
-        description="numbers of the groups of shards that did not answer; a delta has the one after the last"
+        description="numbers of the groups of shards that did not answer; the delta has the next number"
     )
     escalated: bool = Field(description="whether the teacher encoded the query")
     degraded: list[str] = Field(
-        description="what the answer had to do without: teacher_late, teacher_failed, teacher_busy, "
-        "teacher_silent (the student's results are given), documents_unreadable (ids and filter fields "
-        "alone), not_reranked (the cross-encoder did not answer, or had no documents)"
+        description="reasons why the answer is worse than usual: teacher_late, teacher_failed, teacher_busy, "
+        "teacher_silent (results are those of the student), documents_unreadable (only ids and filter "
+        "fields), not_reranked (the cross-encoder did not answer, or there were no documents)"
     )
     timings_ms: Timings
 
@@ -261,7 +262,7 @@ class Rejected(BaseModel):
 
 
 class Written(BaseModel):
-    """The answer of ``POST /documents``: the number of documents written, and those rejected."""
+    """The answer of ``POST /documents``: the number of written documents, and the rejected ones."""
 
     written: int
     rejected: list[Rejected]
@@ -270,7 +271,7 @@ class Written(BaseModel):
 
 
 class Deleted(BaseModel):
-    """The answer of a delete: the number of ids; ids that are not in the index are no error."""
+    """The answer of a delete: the number of ids. An id that is not in the index is not an error."""
 
     deleted: int
 
@@ -280,11 +281,11 @@ class IndexVersion(BaseModel):
 
     version: str
     uri: str
-    documents: int = Field(description="rows of the index: passages, where documents are divided")
+    documents: int = Field(description="rows of the index: passages, if documents are divided")
     created: str
     active: bool
     query_tower: str | None = Field(
-        None, description="URI of what encodes queries for it; null: of a live index, the only one"
+        None, description="URI of the tower that encodes its queries; null: the only one of a live index"
     )
 
 
@@ -296,7 +297,7 @@ class IndexVersions(BaseModel):
 
 
 class ArmInfo(BaseModel):
-    """A way to answer queries, which a request may name."""
+    """A query tower and an index that answer queries. A request may name it."""
 
     name: str
     tower: str
@@ -311,7 +312,7 @@ class Facet(BaseModel):
 
 
 class TowerInfo(BaseModel):
-    """The answer of ``GET /info`` where a model is served alone; from `model_id` on as TEI names it."""
+    """The answer of ``GET /info`` of a model without an index. From `model_id` on, the fields are TEI's."""
 
     name: str
     version: str
@@ -341,24 +342,24 @@ class Info(TowerInfo):
 
 
 class Health(BaseModel):
-    """The answer of ``GET /healthz``: how many of the replica groups behind the gateway answer."""
+    """The answer of ``GET /healthz``: whether the parts behind the gateway answer."""
 
     status: str = Field(
-        description="ok: all answer; down: no query can be answered, as no shard answers or no encoder of an "
-        "arm that has traffic; degraded: otherwise"
+        description="ok: all answer; down: no query can be answered, because no shard answers, or no encoder "
+        "of an arm that has traffic; degraded: otherwise"
     )
-    encoder_answers: bool = Field(description="whether the encoder of every arm does")
+    encoder_answers: bool = Field(description="whether the encoder of every arm answers")
     shards: int
     shards_answered: int
     silent: list[str] = Field(
         [],
         description="parts that do not answer or cannot be read: encoder:ARM, teacher, aggregator:NUMBER, "
-        "group:NUMBER, documents; user_config: the gateway's latest settings were refused",
+        "group:NUMBER, documents, delta; user_config: the latest settings of the gateway were refused",
     )
 
 
 class Problem(BaseModel):
-    """Why a request is refused."""
+    """The reason why a request is refused."""
 
     code: str
     message: str
@@ -366,7 +367,7 @@ class Problem(BaseModel):
 
 
 class Refusal(BaseModel):
-    """The body of every answer whose status is not 2xx."""
+    """The body of every answer with a status other than 2xx."""
 
     error: Problem
     request_id: str
@@ -376,7 +377,7 @@ class Refusal(BaseModel):
 
 
 def index_filter(conditions: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A request's filter in the form of :mod:`scalingnote.index.filters`."""
+    """Convert the filter of a request to the form of :mod:`scalingnote.index.filters`."""
     if conditions is None:
         return None
     return {
@@ -386,7 +387,7 @@ def index_filter(conditions: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def rerank_depth(request: SearchRequest, *, served: bool) -> int:
-    """The number of results to re-rank; 0: none. `served`: whether there is a cross-encoder."""
+    """Return the number of results to re-rank; 0: none. `served`: whether there is a cross-encoder."""
     if request.rerank is None:
         return 0
     if not served:
@@ -394,19 +395,19 @@ def rerank_depth(request: SearchRequest, *, served: bool) -> int:
     if request.query is None:
         raise invalid("only results of a text can be re-ranked: send query", "rerank")
     if request.rerank > MAX_RERANKED:
-        raise invalid(f"rerank is {request.rerank}, up to {MAX_RERANKED} are done", "rerank")
+        raise invalid(f"rerank is {request.rerank}: send up to {MAX_RERANKED}", "rerank")
     return request.rerank
 
 
 def check_batch(rows: Sequence[object], field: str) -> None:
-    """Refuse more than MAX_BATCH queries, documents or ids in one request."""
+    """Raise RefusedError for more than MAX_BATCH queries, documents or ids in one request."""
     if len(rows) > MAX_BATCH:
         raise invalid(f"{len(rows)} at once: send up to {MAX_BATCH}", field)
 
 
-def query_text(given: str, limits: Limits) -> str:
-    """A query without the spaces around it."""
-    query = given.strip()
+def query_text(text: str, limits: Limits) -> str:
+    """Strip the spaces around a query; RefusedError if it is empty or too long."""
+    query = text.strip()
     if not query:
         raise invalid("query is empty: send some text", "query")
     if len(query) > limits.max_query_chars:
@@ -417,7 +418,7 @@ def query_text(given: str, limits: Limits) -> str:
 
 
 def joining(dense_weight: float | None, *, sparse: bool) -> Joining:
-    """How scores by embeddings and by terms are joined; `sparse`: whether the index has terms."""
+    """Return how scores by embeddings and by terms are joined; `sparse`: whether the index has terms."""
     if dense_weight is None:
         return DEFAULT_JOINING
     if not sparse:
@@ -426,12 +427,12 @@ def joining(dense_weight: float | None, *, sparse: bool) -> Joining:
 
 
 def unit_vector(values: Sequence[float], dim: int) -> Float[ndarray, "1 dim"]:
-    """A client's vector as a unit embedding."""
+    """Scale a client's vector to a unit embedding."""
     if len(values) != dim:
         raise invalid(f"vector has {len(values)} numbers, the index has embeddings of dim {dim}", "vector")
     row = np.asarray([values], np.float64)
     largest = np.abs(row).max()
     if not largest:
         raise invalid("vector is all zero: it has no direction", "vector")
-    scaled = row / largest  # or the square of a large number would be infinite
+    scaled = row / largest  # without this, the square of a large number would be infinite
     return np.asarray(scaled / np.linalg.norm(scaled), np.float32)

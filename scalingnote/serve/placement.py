@@ -1,8 +1,9 @@
-"""What Ray reserves for replicas and where they run, checked against the nodes before a deployment.
+"""The resources that Ray reserves for replicas, and a check of them against the nodes before a deployment.
 
-Ray schedules by reservations and enforces none of them: a reservation that is too small crowds a node, one
-that no node has leaves the replica waiting for ever, with no word of why. So the memory of what searches is
-that of the artifact, and :func:`problems` says what can never be scheduled, and how large the nodes are.
+Ray schedules by reservations and does not enforce them. If a reservation is too small, a node gets too many
+replicas. If no node has the resources, the replica waits forever without a message. So the memory of a
+searcher is computed from the artifact, and :func:`problems` reports parts that can never be scheduled, and
+the sizes of the nodes.
 """
 
 import re
@@ -19,48 +20,52 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact
 
 UNMAPPABLE = ("ivfpq_fast_scan", "ivf_rabitq")  # families whose lists are read to memory in any case
-LIVE_COPIES = 2  # of a live index: what is written, and the version that a compaction changes to
-RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # Ray's options by the name at nodes
+LIVE_COPIES = 2  # of a live index: the current version, and the one that a compaction changes to
+RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # Ray's option -> resource of a node
 Node = Mapping[str, Any]  # of ray.nodes()
-Needs = dict[str, float]  # amounts by the name at nodes
+Needs = dict[str, float]  # resource of a node -> amount
 
 
 def options(config: ServeConfig, part: ServicePart, *, memory: int = 0) -> dict[str, Any]:
-    """Options of a deployment by the settings of the part; `memory` in bytes applies if these have none."""
-    placed = config.deployment(part)
+    """Return the options of a deployment, from the settings of its part.
+
+    `memory`, in bytes, applies if the settings have none.
+    """
+    settings = config.deployment(part)
     actor: dict[str, Any] = {
-        "num_gpus": placed.num_gpus,
-        "memory": memory if placed.memory is None else placed.memory,
-        "resources": dict(placed.resources),
-        "label_selector": dict(placed.label_selector),
+        "num_gpus": settings.num_gpus,
+        "memory": memory if settings.memory is None else settings.memory,
+        "resources": dict(settings.resources),
+        "label_selector": dict(settings.label_selector),
     }
-    cpus = config.cpus_per_replica if placed.num_cpus is None else placed.num_cpus
-    found: dict[str, Any] = {
+    cpus = config.cpus_per_replica if settings.num_cpus is None else settings.num_cpus
+    values: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": cpus} | {name: value for name, value in actor.items() if value},
-        "max_surge_percent": placed.max_surge_percent,
-        "max_replicas_per_node": placed.max_replicas_per_node,
+        "max_surge_percent": settings.max_surge_percent,
+        "max_replicas_per_node": settings.max_replicas_per_node,
     }
-    if placed.autoscaling_config is None:
-        found["num_replicas"] = config.replicas(part)
+    if settings.autoscaling_config is None:
+        values["num_replicas"] = config.replicas(part)
     else:
-        found["autoscaling_config"] = placed.autoscaling_config.model_dump()
-    return {name: value for name, value in found.items() if value}
+        values["autoscaling_config"] = settings.autoscaling_config.model_dump()
+    return {name: value for name, value in values.items() if value}
 
 
 def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *, part: ServicePart) -> int:
-    """Bytes to reserve for a process that searches some shards.
+    """Compute the bytes to reserve for a process that searches some shards.
 
-    What is read to memory counts once for each version that is kept open. What is mapped lies in the page
-    cache: old versions give it back, and the replicas on a node share it. Ray counts each replica by itself,
-    so each is given its share where `max_replicas_per_node` lets several of them share a node, and all of it
-    otherwise: then every replica may be alone on its node. A process's own memory is left out, as for all
-    other parts: Ray sets a part of each node apart for objects, which serving hardly uses.
+    Files that are read to memory count once for each version that is kept open. Mapped files are in the page
+    cache: old versions release it, and the replicas on a node share it. Ray counts each replica separately.
+    So a replica reserves its share of the mapped files if `max_replicas_per_node` allows several on a node,
+    and all of them otherwise, because then it may be the only one on its node. The memory of the process
+    itself is left out, as for all other parts: Ray reserves memory on each node for objects, and serving
+    hardly uses it.
 
     Args:
         index: artifact.
         shards: numbers of the shards.
         config: of the service.
-        part: that searches; how its replicas are placed decides on what they share.
+        part: that searches; the placement of its replicas determines how much they share.
     """
     layout = shard.open_layout(index)
     is_local = fs.is_local(index.uri)
@@ -77,33 +82,35 @@ def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *,
             else:
                 private += size
     sharing = min(config.replicas(part), config.deployment(part).max_replicas_per_node or 1)
-    pinned = sum(arm.index is not None for arm in config.split.arms)  # taken to be of the same size
+    pinned_versions = sum(arm.index is not None for arm in config.split.arms)  # assumed to have the same size
     live = config.live
     copies = config.versions_kept if live is None else live.keep_versions if live.delta else LIVE_COPIES
-    return private * (copies + pinned) + -(-mapped * (1 + pinned) // sharing)
+    return private * (copies + pinned_versions) + -(-mapped * (1 + pinned_versions) // sharing)
 
 
 def _is_mapped(name: str, family: str, *, is_local: bool, config: ServeConfig) -> bool:
-    """Whether a searcher leaves a file of a shard where it is."""
+    """Return whether a searcher maps a file of a shard, and does not read it to memory."""
     if name.endswith("lists.faiss"):
         return config.mapped and family not in UNMAPPABLE
     if name.endswith("kept.faiss"):
         return config.mapped
-    return is_local or name.endswith("ids.npy")  # which is copied to a file here
+    return is_local or name.endswith("ids.npy")  # a remote ids.npy is copied to a local file
 
 
 # --- checks ------------------------------------------------------------------------------------------------
 
 
 def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
-    """Why parts of an application can not be scheduled on these nodes; none where they can, each by itself.
+    """List the reasons why parts of an application cannot be scheduled on these nodes.
+
+    Each part is checked separately. If all fit, the sum of their reservations is checked.
 
     Args:
         application: bound.
         nodes: of :func:`ray.nodes`.
     """
     alive = [node for node in nodes if node["Alive"]]
-    found, together = [], Counter[str]()
+    reasons, together = [], Counter[str]()
     for deployment in ray_internals.serve_deployments(application):
         actor, replicas = deployment.ray_actor_options or {}, _replicas_at_least(deployment)
         needs = {RESOURCES[name]: float(actor[name]) for name in RESOURCES if actor.get(name)}
@@ -112,14 +119,14 @@ def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
         per_node = deployment._replica_config.max_replicas_per_node
         reason = _misfit(needs, actor.get("label_selector", {}), replicas, per_node, alive)
         if reason:
-            found.append(f"{deployment.name} {reason}; {_node_sizes(alive)}")
-    if found:
-        return found
+            reasons.append(f"{deployment.name} {reason}; {_node_sizes(alive)}")
+    if reasons:
+        return reasons
     return _too_much(together, alive)
 
 
 def _replicas_at_least(deployment: Any) -> int:
-    """Replicas without which a deployment does not run: more may wait for a node that is added under load."""
+    """Return the smallest number of replicas of a deployment: more may wait for a node added under load."""
     autoscaling = deployment._deployment_config.autoscaling_config
     return int(deployment.num_replicas if autoscaling is None else autoscaling.min_replicas)
 
@@ -127,19 +134,19 @@ def _replicas_at_least(deployment: Any) -> int:
 def _misfit(
     needs: Needs, selector: Mapping[str, str], replicas: int, per_node: int | None, nodes: Sequence[Node]
 ) -> str:
-    """Why the replicas of a deployment do not find nodes; empty if they do, as far as they are alone."""
+    """Return why the replicas of a deployment do not fit on the nodes, without others; empty if they do."""
     for name in needs:
         if not any(node["Resources"].get(name) for node in nodes):
-            return f"asks for {_amount(name, needs[name])}, no node has any"
+            return f"needs {_amount(name, needs[name])}, no node has any"
     labelled = [node for node in nodes if _has_labels(node.get("Labels", {}), selector)]
     if not labelled:
-        return f"asks for a node with the labels {dict(selector)}, no node has them"
+        return f"needs a node with the labels {dict(selector)}, no node has them"
     fitting = [node for node in labelled if _fits(needs, node)]
     if not fitting:
-        needed = " and ".join(_amount(*need) for need in needs.items())
-        return f"asks for {needed} a replica, no node{' with its labels' if selector else ''} has that"
+        amounts = " and ".join(_amount(*need) for need in needs.items())
+        return f"needs {amounts} per replica, no node{' with its labels' if selector else ''} has that"
     if per_node is not None and per_node * len(fitting) < replicas:
-        return f"has {replicas} replicas, at most {per_node} a node, and {len(fitting)} nodes that fit"
+        return f"has {replicas} replicas, at most {per_node} per node, and {len(fitting)} nodes that fit"
     return ""
 
 
@@ -148,7 +155,7 @@ def _fits(needs: Needs, node: Node) -> bool:
 
 
 def _too_much(together: Mapping[str, float], nodes: Sequence[Node]) -> list[str]:
-    """What all replicas together reserve beyond what the nodes have."""
+    """List the resources that all replicas together reserve beyond those of the nodes."""
     have = Counter[str]()
     for node in nodes:
         have.update({name: node["Resources"].get(name, 0.0) for name in together})
@@ -162,16 +169,16 @@ def _too_much(together: Mapping[str, float], nodes: Sequence[Node]) -> list[str]
 
 
 def _has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node has the labels: each a value, or Ray's ``in(a, b)``, with ``!`` the opposite."""
-    for name, wanted in selector.items():
-        values = re.split(r",\s*", re.sub(r"^!?(in\()?|\)$", "", wanted))
-        if (labels.get(name) in values) == wanted.startswith("!"):
+    """Return whether a node has the labels: each a value or Ray's ``in(a, b)``; ``!`` negates it."""
+    for name, pattern in selector.items():
+        values = re.split(r",\s*", re.sub(r"^!?(in\()?|\)$", "", pattern))
+        if (labels.get(name) in values) == pattern.startswith("!"):
             return False
     return True
 
 
 def _node_sizes(nodes: Sequence[Node]) -> str:
-    """Nodes by size, as in ``2 nodes of 8 CPUs, 61.4 GiB memory``."""
+    """Return the nodes by size, for example ``2 nodes of 8 CPUs, 61.4 GiB memory``."""
     sizes = Counter(
         ", ".join(
             _amount(name, amount)

@@ -1,7 +1,7 @@
-"""Settings that change while replicas run: those of Serve's `user_config`, in place of the application's own.
+"""Settings that change while replicas run: those of Serve's `user_config` replace those of the application.
 
-Ray Serve starts every replica anew when the `args` of an application change. What its file gives as
-`user_config` of a deployment it passes to the running replicas instead:
+Ray Serve restarts every replica when the `args` of an application change. It passes the `user_config` of a
+deployment to the running replicas instead:
 
     deployments:
       - name: Gateway
@@ -16,7 +16,8 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.run.service_config import ServeConfig, ServicePart
 from scalingnote.serve.telemetry import get_logger
 
-# By part; what is not named comes from `args`. The gateway's `query_cache` is of the encoders in its process.
+# The names by part; other settings come from `args`. The gateway has a `query_cache` for encoders in its
+# process.
 RUNNING_SETTINGS: dict[ServicePart, tuple[str, ...]] = {
     "gateway": ("limits", "deadline_s", "canary", "query_cache"),
     "encoder": ("query_cache",),
@@ -25,26 +26,26 @@ log = get_logger()
 
 
 class RunningSettings:
-    """The settings of a replica, now.
+    """The current settings of a replica.
 
     Args:
         config: of the application.
-        part: that runs.
+        part: of the application that the replica runs.
 
     Attributes:
-        refused: why the latest `user_config` changed nothing; empty if it did.
+        refused: why the latest `user_config` is invalid; empty if it is valid.
     """
 
     def __init__(self, config: ServeConfig, part: ServicePart) -> None:
         self._given, self._part = config, part
-        self._now: ServeConfig | None = None  # None: Serve has not called yet, this replica starts
+        self._now: ServeConfig | None = None  # None: Serve has not called yet, because this replica starts
         self.refused = ""
 
     def take(self, user_config: Mapping[str, Any]) -> ServeConfig:
-        """The settings with those of a `user_config`, from now on; of a section, those that differ suffice.
+        """Apply a `user_config` and return the settings; of a section it needs only the options that differ.
 
-        A replica that starts refuses an invalid one by a ConfigError. One that runs goes on as before: Serve
-        would end it, and with it the service, for a typing error.
+        A replica that starts refuses an invalid `user_config` by a ConfigError. A running replica keeps its
+        settings: for an error Serve would end it, and with it the service, because of a typing error.
         """
         try:
             self._now, self.refused = self._with(user_config), ""
@@ -52,7 +53,7 @@ class RunningSettings:
             if self._now is None:
                 raise
             self.refused = str(error)
-            log.error("the settings stay as they are: %s", error)
+            log.error("the settings are not changed: %s", error)
         return self._now
 
     def _with(self, user_config: Mapping[str, Any]) -> ServeConfig:
@@ -60,7 +61,7 @@ class RunningSettings:
         if others := [name for name in user_config if name not in names]:
             raise ConfigError(
                 f"user_config of the {self._part}: {others[0]} cannot change while it runs, only "
-                f"{', '.join(names)}; set it in the application's args, and replicas start anew"
+                f"{', '.join(names)}; set it in the application's args, and the replicas restart"
             )
         values = merge(self._given.model_dump(exclude_unset=True), dict(user_config))
         return validate(ServeConfig, values, source=f"user_config of the {self._part}")

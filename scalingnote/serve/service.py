@@ -1,12 +1,12 @@
-"""The gateway's service, for HTTP and gRPC alike: it answers a checked request within a deadline.
+"""The service of the gateway, for HTTP and gRPC: it answers a checked request within a deadline.
 
-    query ─► encoder of the arm ─► every group of shards, one version ─► merged ─► cross-encoder, if asked
-                  └── teacher ◄── where the best scores are close together ◄─┘
+    query ─► encoder of the arm ─► every group of shards, one version ─► merge ─► cross-encoder, if requested
+                  └── teacher ◄── if the best scores are close together ◄────┘
 
-Every request is answered by one arm (a query tower, an index version, personal or not) and from one version
-of the index, chosen when it arrives. No request waits longer than its deadline: a slow or dead group of
-shards is left out of the answer, and the answer says so. A request fails only if the encoder or all searchers
-do not answer.
+One arm (a query tower, an index version, personal or not) and one version of the index answer a request. Both
+are chosen when it arrives. No request waits longer than its deadline: a slow or dead group of shards is left
+out of the answer, and the answer lists it. A request fails only if its encoder or all searchers do not
+answer.
 """
 
 import asyncio
@@ -60,12 +60,13 @@ log = get_logger()
 
 
 class Service:
-    """Answers requests by the handles of the deployments.
+    """The answers to requests, computed by calls of the deployments.
 
     Args:
         deployed: handles; each group of shards has a searcher.
         config: limits, deadline and traffic split.
-        on_recall: called with the recall of each canary, the share of the exact best that was found.
+        on_recall: called with the recall of each canary: the share of the exact best results that the search
+            found.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Service:
         self._secret, self._refused_settings = secret(), ""
 
     def take_settings(self, config: ServeConfig, *, refused: str) -> None:
-        """Answer by other limits, deadline and canaries; `refused` says why the latest were not taken."""
+        """Apply other limits, deadline and canaries; `refused`: why the latest settings are not valid."""
         self._config, self._refused_settings = config, refused
         self.embeddings.take_settings(config, refused=refused)
         if self._teacher is not None:
@@ -100,10 +101,10 @@ class Service:
 
         Args:
             request: a text or a vector, and how to search.
-            record: gets the request, its arm and its answer.
+            record: receives the request, its arm and its answer.
 
         Raises:
-            RefusedError: 422 for a request beyond the limits, 503 when no encoder or no searcher answers.
+            RefusedError: 422 for a request beyond the limits, 503 if no encoder or no searcher answers.
         """
         timer = self._timer(request.deadline_ms)
         arm = self._arm(request.arm or self._draw_arm(request, record))
@@ -112,16 +113,16 @@ class Service:
         joining = messages.joining(request.dense_weight, sparse=layout.sparse)
         depth = messages.rerank_depth(request, served=self._deployed.reranker is not None)
         text = "" if request.query is None else messages.query_text(request.query, self._config.limits)
-        encoded = await self._encode(request, text, arm, version, timer)
-        # The teacher encodes texts, of no user, for the documents that it encoded.
-        taught = arm.version is None and self.versions.has_teacher(version)
-        teacher = self._teacher if text and not encoded.personalised and taught else None
-        wanted = max(request.k, depth, COMPARED if teacher else 0)
+        encoded_query = await self._encode(request, text, arm, version, timer)
+        # The teacher encodes only texts, without features of a user, for the documents that it encoded.
+        has_teacher = arm.version is None and self.versions.has_teacher(version)
+        teacher = self._teacher if text and not encoded_query.personalised and has_teacher else None
+        candidate_count = max(request.k, depth, COMPARED if teacher else 0)
         student = Query(
-            encoded.embedding,
-            encoded.terms if layout.sparse else None,
-            encoded.personalised,
-            k=first_depth(wanted, layout),
+            encoded_query.embedding,
+            encoded_query.terms if layout.sparse else None,
+            encoded_query.personalised,
+            k=first_depth(candidate_count, layout),
             nprobe=request.nprobe,
             where=where,
             version=version,
@@ -129,19 +130,19 @@ class Service:
         timer.end("encode")
         candidates = await self._candidates(student, timer)
         timer.end("search")
-        query, late = student, ""
+        query, problem = student, ""
         if teacher is not None:
-            query, candidates, late = await teacher.search(text, student, candidates, self._find, timer)
+            query, candidates, problem = await teacher.search(text, student, candidates, self._find, timer)
             timer.end("escalate")
         self._start_canary(query, candidates, layout)
-        results, readable = await self._documents(query, candidates, wanted, joining, layout, timer)
+        results, readable = await self._documents(query, candidates, candidate_count, joining, layout, timer)
         timer.end("search")
         reranked: list[float] = []
         if depth and readable:
             results, reranked = await self._rerank(request, results, timer)
             timer.end("rerank")
-        lacks = {
-            late: bool(late),
+        missing_parts = {
+            problem: bool(problem),
             "documents_unreadable": not readable,
             "not_reranked": depth and len(results) and not reranked,
         }
@@ -149,16 +150,17 @@ class Service:
         record.answer = answer = _answer(record, arm, layout, results, hits, timer) | {
             "personalised": query.personalised,
             "escalated": query is not student,
-            "degraded": [reason for reason, applies in lacks.items() if applies],
+            "degraded": [reason for reason, applies in missing_parts.items() if applies],
         }
         return answer
 
     def _index(
         self, request: SearchRequest | SimilarRequest, arm: ServedArm
     ) -> tuple[str, IndexLayout, filters.Filter | None]:
-        """The index version that answers a request, its layout, and the filter of the request.
+        """Return the index version that answers a request, its layout, and the filter of the request.
 
-        422 for more results than the server gives, and for a filter that does not fit the index's fields.
+        RefusedError (422) for more results than the server returns, and for a filter that does not fit the
+        fields of the index.
         """
         if request.k > (most := self._config.limits.max_k):
             raise invalid(f"k is {request.k}, this server gives up to {most} results", "k")
@@ -174,25 +176,25 @@ class Service:
     async def _encode(
         self, request: SearchRequest, text: str, arm: ServedArm, version: str, timer: RequestTimer
     ) -> Query:
-        """The query of a request, encoded for an index version; `text` is empty if it has a vector."""
+        """Encode the query of a request for an index version; `text` is empty if it has a vector."""
         if request.vector is not None:
             return Query(messages.unit_vector(request.vector, self.versions.content(version).layout.dim))
         user_id = request.user_id if arm.personalised else None
         return await _in_time(at(arm.encoder, version).encode.remote(text, user_id), timer)
 
     async def similar(self, request: SimilarRequest, record: RequestRecord) -> dict[str, Any]:
-        """Answer ``POST /similar``: the documents nearest to one of the index, without that one.
+        """Answer ``POST /similar``: the documents nearest to one document of the index, without this one.
 
-        Of a document of passages, the first one is compared.
+        If documents have passages, the first passage of the document is compared.
         """
         arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
         version, layout, where = self._index(request, arm)
-        vector, wanted = await self._vector(version, layout, request.doc_id, timer), request.k + 1
+        vector, count = await self._vector(version, layout, request.doc_id, timer), request.k + 1
         timer.end("encode")
-        query = Query(vector, k=first_depth(wanted, layout), where=where, version=version)
+        query = Query(vector, k=first_depth(count, layout), where=where, version=version)
         candidates = await self._candidates(query, timer)
-        results, readable = await self._documents(query, candidates, wanted, DEFAULT_JOINING, layout, timer)
-        others = [hit for hit in _hits(results, wanted) if hit["doc_id"] != request.doc_id]
+        results, readable = await self._documents(query, candidates, count, DEFAULT_JOINING, layout, timer)
+        others = [hit for hit in _hits(results, count) if hit["doc_id"] != request.doc_id]
         timer.end("search")
         answer = _answer(record, arm, layout, results, others[: request.k], timer)
         return answer if readable else answer | {"degraded": ["documents_unreadable"]}
@@ -204,24 +206,24 @@ class Service:
         queries = [messages.query_text(query, self._config.limits) for query in request.queries]
         user_id = request.user_id if arm.personalised else None
         encoder = at(arm.encoder, arm.version or self.versions.active.name)
-        encoded = await _in_time(encoder.encode_many.remote(queries, user_id), timer)
-        embeddings = [query.embedding[0].tolist() for query in encoded]
+        encoded_queries = await _in_time(encoder.encode_many.remote(queries, user_id), timer)
+        embeddings = [query.embedding[0].tolist() for query in encoded_queries]
         return {"embeddings": embeddings, "dim": len(embeddings[0]), "arm": arm.name}
 
     async def _candidates(self, query: Query, timer: RequestTimer) -> Candidates:
-        """The candidates of the groups that are in time.
+        """Return the candidates of the groups that answer in time.
 
-        503 when no group is in time, 422 when one refuses the query.
+        RefusedError: 503 if no group answers in time, 422 if one refuses the query.
         """
-        found = await self._find(query, timer.left_s())
-        if isinstance(found, Refused):
-            raise _refusal(found)
-        if not found.searched:
+        candidates = await self._find(query, timer.left_s())
+        if isinstance(candidates, Refused):
+            raise _refusal(candidates)
+        if not candidates.searched:
             engine = self._config.search.backend
             if engine == "own":
                 raise unavailable("no shard of the index answers: try again")
             raise unavailable(f"{engine} does not answer in time: try again")
-        return found
+        return candidates
 
     async def _documents(
         self,
@@ -232,33 +234,34 @@ class Service:
         layout: IndexLayout,
         timer: RequestTimer,
     ) -> tuple[Results, bool]:
-        """The k best documents of a query with what is stored of them, and whether that could be read.
+        """Return the k best documents of a query with their stored fields, and whether these could be read.
 
-        Of passages, more are searched until they are of k documents, see :mod:`scalingnote.search.searcher`.
+        In an index of passages the search is repeated with more of them until they belong to k documents, see
+        :mod:`scalingnote.search.searcher`.
         """
         while True:
             best = rank(candidates, k=query.k, joining=joining, layout=layout)
             results, readable = await self.versions.documents.read(best, timer.left_s())
             if not layout.passages:
                 return results, readable
-            found = best_per_document(results)
-            depth = next_depth(found, len(best), k=k, depth=query.k)
+            documents = best_per_document(results)
+            depth = next_depth(documents, len(best), k=k, depth=query.k)
             more: Candidates | Refused | None = None
             if depth is not None and timer.left_s() > 0:
                 query = replace(query, k=depth)
                 more = await self._find(query, timer.left_s())
-            if not isinstance(more, Candidates) or not more.searched:  # in time: the documents found so far
-                return found.take(range(min(k, len(found)))), readable
+            if not isinstance(more, Candidates) or not more.searched:  # none are needed, or none came in time
+                return documents.take(range(min(k, len(documents)))), readable
             candidates = more
 
     async def _rerank(
         self, request: SearchRequest, results: Results, timer: RequestTimer
     ) -> tuple[Results, list[float]]:
-        """Results with the best ones in the cross-encoder's order, and its scores of them.
+        """Sort the best results by the cross-encoder; return all results, and its scores of the best ones.
 
-        Results as they are, and no scores, when the cross-encoder does not answer.
+        The results are unchanged, and there are no scores, if the cross-encoder does not answer.
         """
-        assert self._deployed.reranker is not None  # or rerank_depth would have refused the request
+        assert self._deployed.reranker is not None  # else rerank_depth refuses the request
         best = results.documents[: request.rerank]
         texts = [" ".join(filter(None, (document["title"], document["snippet"]))) for document in best]
         call = self._deployed.reranker.score.remote(request.query, texts)
@@ -271,54 +274,54 @@ class Service:
 
     # --- canaries -------------------------------------------------------------------------------------
 
-    def _start_canary(self, query: Query, found: Candidates, layout: IndexLayout) -> None:
-        """Measure the recall of some answers by an exact search, while the answer is sent."""
+    def _start_canary(self, query: Query, candidates: Candidates, layout: IndexLayout) -> None:
+        """Measure the recall of a sample of answers by an exact search, while the answer is sent."""
         if self._on_recall is None or query.terms is not None or random.random() >= self._config.canary:
             return
-        if self._canary is None or self._canary.done():  # exact searches take processor time from the others
-            self._canary = asyncio.create_task(self._run_canary(query, found, layout, self._on_recall))
+        if self._canary is None or self._canary.done():  # an exact search takes processor time from others
+            self._canary = asyncio.create_task(self._run_canary(query, candidates, layout, self._on_recall))
 
     async def _run_canary(
-        self, query: Query, found: Candidates, layout: IndexLayout, on_recall: Callable[[float], None]
+        self, query: Query, candidates: Candidates, layout: IndexLayout, on_recall: Callable[[float], None]
     ) -> None:
         try:
             exact = await self._candidates(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
         except Exception as error:
             log.warning("a canary search failed: %s", error)
             return
-        wanted, given = (
-            rank(each, k=query.k, joining=DEFAULT_JOINING, layout=layout).best for each in (exact, found)
+        expected, actual = (
+            rank(each, k=query.k, joining=DEFAULT_JOINING, layout=layout).best for each in (exact, candidates)
         )
-        if wanted.version == given.version and len(wanted):
-            on_recall(float(np.isin(wanted.ids, given.ids).mean()))
+        if expected.version == actual.version and len(expected):
+            on_recall(float(np.isin(expected.ids, actual.ids).mean()))
 
     # --- single documents -----------------------------------------------------------------------------
 
     async def document(self, doc_id: str) -> dict[str, Any]:
-        """A document as the index shows it; 404 when it has none of this id."""
+        """Return a document as the index shows it; RefusedError (404) if there is none with this id."""
         version = self.versions.active.name
         layout = self.versions.content(version).layout
         row = _row_of(doc_id, layout)
         if (delta := self._delta_with(doc_id, version)) is not None:
-            stored = delta.get(row)
+            fields = delta.get(row)
         elif (store := self.versions.documents.store(version)) is not None:
-            stored = await asyncio.to_thread(store.get, row)
+            fields = await asyncio.to_thread(store.get, row)
         else:
             calls = [searcher.document.remote(version, row) for searcher in self._deployed.searchers]
-            (stored,) = await _from_one(calls, doc_id, self._timer(None))
-        if stored is None:
+            (fields,) = await _from_one(calls, doc_id, self._timer(None))
+        if fields is None:
             raise _missing(doc_id)
-        return as_document(stored) if layout.passages else dict(stored)
+        return as_document(fields) if layout.passages else dict(fields)
 
     async def _vector(
         self, version: str, layout: IndexLayout, doc_id: str, timer: RequestTimer
     ) -> Float[ndarray, "one dim"]:
-        """The vector of a document, of passages that of the first one; 404 where there is none."""
+        """Return the vector of a document, or of its first passage; RefusedError (404) if there is none."""
         row, delta = _row_of(doc_id, layout), self._delta_with(doc_id, version)
         if delta is None:
             calls = [each.vector.remote(version, row) for each in self._deployed.searchers]
-            found: ndarray = await _from_one(calls, doc_id, timer)
-            return found
+            row_vector: ndarray = await _from_one(calls, doc_id, timer)
+            return row_vector
         try:
             vector = delta.vector(row)
         except SearchError as error:
@@ -328,7 +331,7 @@ class Service:
         return vector[np.newaxis]
 
     def _delta_with(self, doc_id: str, version: str) -> Delta | None:
-        """The delta of a version, where the document was written or deleted since."""
+        """Return the delta of a version if the document was written or deleted since, else None."""
         deltas = self.versions.deltas
         delta = None if deltas is None else deltas.of(version)
         return delta if delta is not None and delta.overrides(doc_id) else None
@@ -378,9 +381,9 @@ class Service:
         }
         if self._teacher is not None:
             calls["teacher"] = self._teacher.handle.ping.remote()
-        pinged = await gather_in_time([*calls.values()], deadline_s=self._config.deadline_s)
-        answered = dict(zip(calls, pinged, strict=True))
-        silent = [name for name, answer in answered.items() if not answer]
+        results = await gather_in_time([*calls.values()], deadline_s=self._config.deadline_s)
+        answers = dict(zip(calls, results, strict=True))
+        silent = [name for name, answer in answers.items() if not answer]
         if self.versions.documents.unreadable(active):
             silent.append("documents")
         if self._refused_settings:
@@ -388,12 +391,12 @@ class Service:
         if self.versions.deltas is not None and not self.versions.deltas.is_readable:
             silent.append("delta")
         with_traffic = [arm.name for arm in self._config.split.arms if arm.share > 0]
-        can_encode = any(answered[f"encoder:{name}"] for name in with_traffic)
-        shards_answered = sum(answered[f"group:{n}"] or 0 for n in range(len(self._deployed.searchers)))
+        can_encode = any(answers[f"encoder:{name}"] for name in with_traffic)
+        shards_answered = sum(answers[f"group:{n}"] or 0 for n in range(len(self._deployed.searchers)))
         status = "ok" if not silent and shards_answered == shards else "degraded"
         return messages.Health(
             status=status if can_encode and shards_answered else "down",
-            encoder_answers=all(answered[f"encoder:{name}"] for name in self._arms),
+            encoder_answers=all(answers[f"encoder:{name}"] for name in self._arms),
             shards=shards,
             shards_answered=shards_answered,
             silent=silent,
@@ -402,7 +405,7 @@ class Service:
     # --- arms and deadlines -------------------------------------------------------
 
     def _draw_arm(self, request: SearchRequest, record: RequestRecord) -> str:
-        """The arm that the traffic split gives to a request."""
+        """Return the name of the arm that the traffic split chooses for a request."""
         split = self._config.split
         if len(split.arms) == 1:
             return split.arms[0].name
@@ -416,26 +419,29 @@ class Service:
         return self._arms[name]
 
     def _timer(self, deadline_ms: int | None) -> RequestTimer:
-        """A request may shorten the server's deadline, not extend it."""
+        """Start the timer of a request. It may shorten the server's deadline, not extend it."""
         limit_s = self._config.deadline_s
         return RequestTimer(limit_s if deadline_ms is None else min(limit_s, deadline_ms / 1000))
 
 
 async def _in_time(call: Awaitable[T], timer: RequestTimer) -> T:
-    """An encoder's answer; 503 when there is none in time."""
-    (encoded,) = await gather_in_time([call], deadline_s=timer.left_s())
-    if encoded is None:
+    """Return an encoder's answer; RefusedError (503) if there is none in time."""
+    (answer,) = await gather_in_time([call], deadline_s=timer.left_s())
+    if answer is None:
         raise unavailable("the query encoder does not answer: try again")
-    return encoded
+    return answer
 
 
 def _refusal(refused: Refused) -> RefusedError:
-    """503 where a later attempt may succeed, else 422."""
+    """Return an error with status 503 if a later attempt may succeed, else with 422."""
     return unavailable(f"{refused.reason}: try again") if refused.temporary else invalid(refused.reason)
 
 
 async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: RequestTimer) -> Any:
-    """The answer of the searcher with a document; 503 if one that did not answer may have it, else 404."""
+    """Return the answer of the searcher that has a document.
+
+    RefusedError: 503 if a searcher that did not answer may have it, else 404.
+    """
     answers = await gather_in_time(calls, deadline_s=timer.left_s())
     for answer in answers:
         if isinstance(answer, Refused):
@@ -454,7 +460,7 @@ def _missing(doc_id: str) -> RefusedError:
 def _hits(
     results: Results, k: int, *, explain: bool = False, reranked: Sequence[float] = ()
 ) -> list[dict[str, Any]]:
-    """The k best results as an answer shows them.
+    """Return the k best results as an answer shows them.
 
     Args:
         results: with their documents.
@@ -483,7 +489,10 @@ def _answer(
     hits: list[dict[str, Any]],
     timer: RequestTimer,
 ) -> dict[str, Any]:
-    """A SearchResponse, not personal or degraded. A dict: pydantic would validate every hit of a model."""
+    """Build a SearchResponse, not personal and not degraded.
+
+    It is a dict, because pydantic would validate every hit of a model.
+    """
     return {
         "request_id": record.request_id,
         "results": hits,
@@ -500,7 +509,7 @@ def _answer(
 
 
 def _row_of(doc_id: str, layout: IndexLayout) -> str:
-    """The id of a document's row, of the first one where it has several."""
+    """Return the id of a document's row, or of its first row if it has several."""
     return passage_id(doc_id, 1) if layout.passages else doc_id
 
 

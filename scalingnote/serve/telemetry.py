@@ -1,9 +1,9 @@
-"""What the gateway records of requests: metrics, the access log, traces, and the log of replicas.
+"""The records of the gateway about requests: metrics, the access log, traces, and the log of replicas.
 
 Metrics go through Ray, and every node exports those of its replicas for Prometheus (prefixed with ``ray_``):
 
-    scalingnote_request_ms                path, status, arm: its count is that of requests
-    scalingnote_step_ms                   step (encode, search), arm: of one search in eight, by turns
+    scalingnote_request_ms                path, status, arm: its count is the number of requests
+    scalingnote_step_ms                   step (encode, search), arm: of every eighth search
     scalingnote_partial_answers_total     arm
     scalingnote_escalated_total           arm: searches by the teacher's embedding
     scalingnote_degraded_total            arm, reason (docs/guides/serve.md)
@@ -12,8 +12,8 @@ Metrics go through Ray, and every node exports those of its replicas for Prometh
     scalingnote_canary_recall             share of the exact best that the index found, per query
     scalingnote_index_documents           version
 
-Traces go through OpenTelemetry: Serve opens a span for a request, the steps of a search are its children.
-Serve's environment decides whether and how often a request is traced (docs/guides/operations.md).
+Traces go through OpenTelemetry: Serve opens a span for a request, and the steps of a search are its children.
+Environment variables of Serve set whether and how often a request is traced (docs/guides/operations.md).
 """
 
 import logging
@@ -40,8 +40,8 @@ BUCKETS_RECALL = [0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 
 EXPORTED_PREFIXES = ("ray_scalingnote_", "ray_serve_")
 STEPS_SAMPLED_ONE_IN = 8  # searches: observing both steps takes longer than a lookup tower's encoding
 SCRAPE_TIMEOUT_S = 2.0
-# Below WARNING Serve formats a line for each request, written or not, which takes a twentieth of a search.
-# Requests are logged by ``serve.access_log``.
+# Below WARNING Serve formats a line for each request, even if it is not written, which takes a twentieth of
+# the time of a search. ``serve.access_log`` logs requests.
 SERVE_LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 TRACED_ATTRIBUTES = (
     *("request_id", "arm", "index_version", "personalised", "shards", "shards_answered"),
@@ -51,7 +51,7 @@ _tracer = trace.get_tracer("scalingnote")
 
 
 def get_logger() -> logging.Logger:
-    """The logger of replicas: INFO and above to the replica's own log file, independent of Serve's level."""
+    """Return the logger of replicas: INFO and above to the replica's log file, whatever Serve's level."""
     logger = logging.getLogger("ray.serve.scalingnote")
     logger.setLevel(logging.INFO)
     return logger
@@ -99,7 +99,7 @@ class Metrics:
         )
 
     def observe_request(self, path: str, status: int, arm: str, seconds: float) -> None:
-        """Count an answered request; `arm` is empty where it was no search."""
+        """Count an answered request; `arm` is empty if it is not a search."""
         tags = {"path": path, "status": str(status), "arm": arm}
         self._request_ms.observe(max(1000 * seconds, 1e-3), tags=tags)
 
@@ -120,23 +120,23 @@ class Metrics:
         self._refused.inc(tags={"code": code})
 
     def set_version(self, name: str, documents: int) -> None:
-        """Set the gauge of the active version's documents; called periodically."""
-        if self._version not in ("", name):  # the gauge of the version before would stay at its value
+        """Set the gauge of the active version's documents. This is called periodically."""
+        if self._version not in ("", name):  # without this, the gauge of the old version would keep its value
             self._documents.set(0, tags={"version": self._version})
         self._version = name
         self._documents.set(documents, tags={"version": name})
 
     def set_in_flight(self, requests: int) -> None:
-        """Set the gauge of requests that are worked on."""
+        """Set the gauge of requests in flight."""
         self._in_flight.set(requests)
 
     def observe_recall(self, value: float) -> None:
-        """Recall of a query that was searched again exactly."""
+        """Record the recall of a query, measured by an exact search."""
         self._recall.observe(max(value, 1e-6))
 
 
 def scrape() -> str:
-    """The metrics of this application and of Serve on all nodes, in Prometheus' text format."""
+    """Return the metrics of this application and of Serve on all nodes, in Prometheus' text format."""
     return "".join(_scraped_lines())
 
 
@@ -154,7 +154,7 @@ def _scraped_lines() -> Iterator[str]:
         for line in lines:
             is_comment = line.startswith("# ")  # "# HELP name ...", "# TYPE name ..."
             name = line.split(" ", 3)[2].strip() if is_comment else line
-            # Every node repeats the comments; Prometheus accepts each once.
+            # Every node repeats the comments; Prometheus accepts each only once.
             if name.startswith(EXPORTED_PREFIXES) and not (is_comment and line in comments):
                 comments.add(line)
                 yield line
@@ -164,13 +164,13 @@ def _scraped_lines() -> Iterator[str]:
 
 
 def secret() -> str:
-    """Key of the hash of user ids: the same in all gateways during an experiment."""
+    """Return the key for hashes of user ids, which is the same in all gateways during an experiment."""
     return os.environ.get("SCALINGNOTE_SECRET", "")
 
 
 @dataclass
 class RequestRecord:
-    """What metrics and the access log keep of a request; a search sets the last three."""
+    """The facts about a request for metrics and the access log; a search sets the last three."""
 
     request_id: str
     refused: str | None = None  # the code of the refusal
@@ -180,13 +180,13 @@ class RequestRecord:
 
 
 class RequestObserver:
-    """Records every answered request in the metrics, and every search in the access log and its record."""
+    """A callback that records every request in the metrics, and every search in traces and the access log."""
 
     def __init__(self, metrics: Metrics, log: AccessWriter | None = None) -> None:
         self._metrics, self._log, self._secret = metrics, log, secret()
 
     def __call__(self, path: str, record: RequestRecord, status: int, seconds: float) -> None:
-        """Record a request; one over gRPC has the `path` of the same request over HTTP."""
+        """Record a request. A request over gRPC has the `path` of the same request over HTTP."""
         self._metrics.observe_request(path, status, record.arm, seconds)
         if record.refused is not None:
             self._metrics.count_refusal(record.refused)
@@ -199,7 +199,7 @@ class RequestObserver:
     def _line(self, path: str, status: int, seconds: float, record: RequestRecord) -> dict[str, Any]:
         request, answer = record.search, record.answer or {}
         results = answer.get("results", ())
-        # A request that names its arm is in no group of an experiment, even if the split gives the same arm.
+        # A request that names its arm is not in an experiment, even if the split would choose the same arm.
         unit = None if request.arm else unit_of(request.user_id, record.request_id, secret=self._secret)
         return {
             "time": time.time(),
@@ -226,9 +226,10 @@ class RequestObserver:
 
 
 def otlp() -> list[SpanProcessor]:
-    """Send spans as OTLP over HTTP, with RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH naming this function.
+    """Return a processor that sends spans as OTLP over HTTP.
 
-    The exporter reads the address from OTEL_EXPORTER_OTLP_ENDPOINT. Needs ``scalingnote[traces]``.
+    Serve calls this function if RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH names it. The exporter reads the
+    address from OTEL_EXPORTER_OTLP_ENDPOINT. It needs ``scalingnote[traces]``.
     """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -236,7 +237,7 @@ def otlp() -> list[SpanProcessor]:
 
 
 def trace_search(answer: Mapping[str, Any], seconds: float) -> None:
-    """Add the steps of a search that began `seconds` ago to the span of its request, if that is recorded."""
+    """Add the steps of a search that began `seconds` ago to the span of its request, if it is recorded."""
     span = trace.get_current_span()
     if not span.is_recording():
         return

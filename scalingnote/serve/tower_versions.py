@@ -1,9 +1,9 @@
-"""The towers of every version of the index that is kept: loaded before a change, released after it.
+"""The towers of every kept version of the index. They are loaded before a change and released after it.
 
     catalog ─► TowerVersions, in the gateway or in replicas ◄─ VersionHandle.at(version) ─ a request
 
-A request takes its version once and gives it to encoder and searchers alike, so no query is searched in the
-index of another tower, and one that arrived before a change ends on the pair that it began with.
+A request reads its version once and passes it to encoder and searchers. So no query is searched in the index
+of another tower, and a request that arrived before a change is answered by the pair that it began with.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class TowerVersions:
     Args:
         catalog: of the versions.
         part: which of their towers.
-        settings: of query paths; the artifacts in it are those of the version in their place.
+        settings: of query paths; its artifacts are replaced by those of a version.
     """
 
     def __init__(
@@ -45,39 +45,40 @@ class TowerVersions:
         self._running = RunningSettings(ServeConfig(query_cache=self._cache), "encoder")
         self._opening = asyncio.Lock()
         self._releasing: asyncio.Task[None] | None = None
-        self._named_at: dict[str, float] = {}  # version -> of its latest call, in time.monotonic()
+        self._named_at: dict[str, float] = {}  # version -> time of its latest call, in time.monotonic()
         self._opened: dict[QueryPathParts | Location, TextTower] = {}
-        # What was opened for a version, by its name; None: it has no such tower.
+        # The key of the opened tower of a version, by its name; None: it has no such tower.
         self._held: dict[str, QueryPathParts | Location | None] = {}
         for version in catalog.read():
             self._hold(version)
 
     async def call(self, version: str, method: str, *args: Any, **options: Any) -> Any:
-        """What a method of the tower of a version answers; refused where it has no such tower."""
+        """Call a method of the tower of a version and return its answer; refused if it has no such tower."""
         tower = await self._require(version)
         if tower is None:
             return Refused(f"version {version} of the index has no {self._part} tower")
         return await getattr(tower, method)(*args, **options)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's hook: take the settings that may change while this runs, for towers opened later, too."""
+        """Apply the settings that may change while this runs, also to later towers. Ray Serve calls this."""
         self._cache = self._running.take(user_config).query_cache
         for tower in self._opened.values():
             self._resize_cache(tower)
 
     async def check_health(self) -> None:
-        """Ray Serve's question: an error where a tower does not encode, or where its thread hangs."""
+        """Raise an error if a tower does not encode or its thread hangs. Ray Serve calls this."""
         await asyncio.gather(*(tower.check_health() for tower in self._opened.values()))
 
     async def form(self, version: str) -> str:
-        """The form of a version's query tower."""
+        """Return the form of the query tower of a version."""
         tower = await self._require(version)
         return tower.form if isinstance(tower, ArmEncoder) else ""
 
     async def load(self, version: Version) -> None:
-        """Release towers of versions that will not be kept once this one is active, then open this one's.
+        """Release towers of versions that are not kept when this one is active, then open its towers.
 
-        One that was called seconds ago is released some seconds later: gateways change one after the other.
+        A tower that was called seconds ago is released some seconds later, because gateways change one after
+        the other.
         """
         async with self._opening:
             await self._release(version)
@@ -88,19 +89,19 @@ class TowerVersions:
         self._releasing = asyncio.create_task(self._release_later(version))
 
     async def ping(self) -> bool:
-        """Whether the tower of the active version answers."""
+        """Return whether the tower of the active version answers."""
         active = (await asyncio.to_thread(self._catalog.read))[0].name
-        chosen = self._held.get(active)
-        return chosen is None or await self._opened[chosen].ping()
+        key = self._held.get(active)
+        return key is None or await self._opened[key].ping()
 
     async def _release(self, version: Version) -> None:
         needed = await asyncio.to_thread(self._catalog.names_to_keep, version)
         since = time.monotonic() - RELEASE_AFTER_S
         self._named_at = {name: at for name, at in self._named_at.items() if at > since}
-        kept = needed | self._named_at.keys()
-        self._held = {name: chosen for name, chosen in self._held.items() if name in kept}
-        used = {*self._held.values()}
-        self._opened = {chosen: tower for chosen, tower in self._opened.items() if chosen in used}
+        kept_names = needed | self._named_at.keys()
+        self._held = {name: key for name, key in self._held.items() if name in kept_names}
+        used_keys = {*self._held.values()}
+        self._opened = {key: tower for key, tower in self._opened.items() if key in used_keys}
 
     async def _release_later(self, version: Version) -> None:
         await asyncio.sleep(2 * RELEASE_AFTER_S)
@@ -111,27 +112,25 @@ class TowerVersions:
         self._named_at[name] = time.monotonic()
         if name not in self._held:
             await self.load(version_named(await asyncio.to_thread(self._catalog.read), name))
-        chosen = self._held[name]
-        return None if chosen is None else self._opened[chosen]
+        key = self._held[name]
+        return None if key is None else self._opened[key]
 
     def _hold(self, version: Version) -> None:
-        if version.towers is None:  # of an arm that names its index, and has an encoder of its own
+        if version.towers is None:  # the version of an arm that names its index, and has a separate encoder
             return
-        chosen = self._choose(version.towers)
-        if chosen is not None and chosen not in self._opened:
+        key = self._choose(version.towers)
+        if key is not None and key not in self._opened:
             log.info("opening the %s tower of index version %s", self._part, version.name)
-            self._opened[chosen] = (
-                ArmEncoder(chosen) if isinstance(chosen, QueryPathParts) else DocumentTower(chosen)
-            )
-            self._resize_cache(self._opened[chosen])
-        self._held[version.name] = chosen
+            self._opened[key] = ArmEncoder(key) if isinstance(key, QueryPathParts) else DocumentTower(key)
+            self._resize_cache(self._opened[key])
+        self._held[version.name] = key
 
     def _resize_cache(self, tower: TextTower) -> None:
         if isinstance(tower, ArmEncoder):
             tower.resize_cache(self._cache)
 
     def _choose(self, towers: PairedTowers) -> QueryPathParts | Location | None:
-        """What is opened of the towers of a version; None: they have no such tower."""
+        """Return the key of the tower to open for a version; None: it has no such tower."""
         if self._part == "document":
             return towers.document
         if self._part == "teacher":
@@ -141,12 +140,12 @@ class TowerVersions:
 
 
 def query_path(towers: PairedTowers, settings: QueryPathParts, *, personal: bool) -> QueryPathParts:
-    """The query path of some towers, of the query tower in the form that is served: exported, or itself.
+    """Return the query path of the towers of an index, with the query tower or the exported form of it.
 
     Args:
         towers: of an index.
         settings: of the path; the artifacts in it are replaced.
-        personal: whether queries are fused with features of their user, where the towers can do that.
+        personal: whether queries are fused with features of their user, if the towers support this.
     """
     uri, kind = towers.query
     if kind != exports.KIND:

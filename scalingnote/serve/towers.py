@@ -1,4 +1,4 @@
-"""Towers that embed texts for clients: the query side, the document side, and the tokens that they read."""
+"""Towers that embed texts for clients: the query side, the document side, and their tokens."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -22,39 +22,39 @@ from scalingnote.serve.concurrency import WorkerThread
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 
-FOLDER = "folder"  # in place of an artifact's kind: the tower lies in a folder that is no artifact
-TEXTS_PER_TURN = 64  # embedded in one go: other requests get the thread between two of these
+FOLDER = "folder"  # in place of an artifact's kind: the tower is in a folder that is not an artifact
+TEXTS_PER_TURN = 64  # embedded at once: other requests get the thread between two turns
 MAX_INLINE_TEXTS = 32  # looked up in the event loop: under a millisecond
 OWN_IDS = (
     "Token ids must be of the model's own tokenizer (POST /tokenize). Some clients of OpenAI send ids of "
-    "OpenAI's tokenizers: have them send texts (LangChain: check_embedding_ctx_length=False)"
+    "OpenAI's tokenizers: configure them to send texts (LangChain: check_embedding_ctx_length=False)"
 )
-Side = Literal["left", "right"]  # of a text that is longer than the model reads: the one that is read
+Side = Literal["left", "right"]  # the side that is read of a text that is longer than the model reads
 Location = tuple[str, str]  # URI and kind of an artifact, or a folder and FOLDER
-HEALTH_TEXT = "is this tower well"  # encoded by health checks
+HEALTH_TEXT = "is this tower healthy"  # encoded by health checks
 EDGE = 8  # tokens at either end of a text that may differ, if it was cut within a word
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Embeddings of texts as the tower gives them, and the number of tokens of all texts."""
+    """Embeddings of texts as the tower computes them, and the number of tokens of all texts."""
 
     vectors: Float32[ndarray, "texts dim"]  # not normalised
     tokens: int
-    cut_texts: int  # that are longer than the tower reads
-    lost_tokens: int  # of these, which it has not read
+    cut_texts: int  # texts that are longer than the tower reads
+    lost_tokens: int  # tokens of these texts that it has not read
 
     @classmethod
     def of(cls, vectors: Float32[ndarray, "texts dim"], lengths: Sequence[int], most: int) -> "Embedded":
-        """The embeddings of texts with so many tokens, of which the tower reads `most`."""
-        lost = [length - most for length in lengths if length > most]
-        return cls(vectors, sum(lengths), len(lost), sum(lost))
+        """Return the embeddings of texts with these numbers of tokens; the tower reads `most` of a text."""
+        lost_counts = [length - most for length in lengths if length > most]
+        return cls(vectors, sum(lengths), len(lost_counts), sum(lost_counts))
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a call is refused. It is returned, not raised, because Ray would wrap an exception."""
+    """The reason why a call is refused. It is returned, not raised, because Ray would wrap an exception."""
 
     reason: str
     too_long: bool = False
@@ -66,14 +66,14 @@ class TextEncoder:
     """The functions of a tower: embeddings, not normalised, of texts and of token ids."""
 
     encode: Callable[[Sequence[str]], ndarray]
-    encode_ids: Callable[[Sequence[Sequence[int]]], ndarray] | None  # None: by the texts of the ids
+    encode_ids: Callable[[Sequence[Sequence[int]]], ndarray] | None  # None: the texts of the ids are encoded
     max_tokens: int  # tokens of a text that are read, special ones not counted
 
 
 def require_finite(vectors: ndarray) -> None:
-    """ValueError for an embedding with a value that is no number, as a broken device computes them."""
+    """Raise ValueError for an embedding with a value that is not finite; a broken device computes these."""
     if not np.isfinite(vectors).all():
-        raise ValueError("the tower computes embeddings with values that are no numbers")
+        raise ValueError("the tower computes embeddings with values that are not finite")
 
 
 class TextTower:
@@ -81,9 +81,9 @@ class TextTower:
 
     Args:
         folder: of the tower.
-        role: which texts it reads.
+        role: the side, which says which texts it reads.
         encoder: of the tower.
-        inline: few texts are encoded in the event loop, not in the thread of all others.
+        inline: whether few texts are encoded in the event loop, not in the thread.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class TextTower:
         inline: bool = False,
     ) -> None:
         self._tokenizer = tokenizer_of(folder, role)
-        if isinstance(self._tokenizer.decoder, decoders.WordPiece):  # its own joins "do not" to "don't"
+        if isinstance(self._tokenizer.decoder, decoders.WordPiece):  # by default it joins "do not" to "don't"
             self._tokenizer.decoder = decoders.WordPiece(self._tokenizer.decoder.prefix, cleanup=False)
-        added = self._tokenizer.get_added_tokens_decoder().items()
+        added_tokens = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {
-            token for token, facts in added if facts.special and "unk" not in facts.content.lower()
+            token for token, facts in added_tokens if facts.special and "unk" not in facts.content.lower()
         }
         self._encoder, self._inline = encoder, inline
         self._thread = WorkerThread("texts")
@@ -107,12 +107,12 @@ class TextTower:
     async def embed(
         self, texts: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
     ) -> Embedded | Refused:
-        """Embeddings of texts, and how many tokens they have together.
+        """Compute embeddings of texts, and count the tokens of all texts.
 
         Args:
             texts: to embed.
-            truncate: long texts are cut; False: they are refused.
-            keeps: the side of a long text that is read; None: the one that the tower was trained for.
+            truncate: whether long texts are cut; False: they are refused.
+            keeps: the side of a long text that is read; None: the side that the tower was trained for.
         """
         encode: Callable[[Any], ndarray] = self._encoder.encode
         rows: Sequence[Any] = texts
@@ -127,23 +127,23 @@ class TextTower:
         return await self._in_parts(encode, rows, lengths)
 
     async def embed_ids(self, rows: Sequence[Sequence[int]]) -> Embedded | Refused:
-        """Embeddings of texts given by their token ids; refused where they are of another tokenizer."""
+        """Compute embeddings of texts from their token ids; refused if the ids are of another tokenizer."""
         size = self._tokenizer.get_vocab_size()
         if any(not 0 <= token < size for row in rows for token in row):
             return Refused(f"a token id is not below {size}, the size of this model's vocabulary. {OWN_IDS}")
         rows = [self._bare(row) for row in rows]
         texts = self._tokenizer.decode_batch(rows, skip_special_tokens=False)
-        made = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for number, (row, again) in enumerate(zip(rows, made, strict=True)):
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for number, (row, again) in enumerate(zip(rows, encodings, strict=True)):
             if not _tokenizes_to(row, again.ids):
-                return Refused(f"this model's tokenizer makes the ids of text {number} of no text. {OWN_IDS}")
+                return Refused(f"this model's tokenizer has no text with the ids of text {number}. {OWN_IDS}")
         by_ids, lengths = self._encoder.encode_ids, [*map(len, rows)]
         if by_ids is None:
             return await self._in_parts(self._encoder.encode, texts, lengths)
         return await self._in_parts(by_ids, rows, lengths)
 
     async def tokenize(self, texts: Sequence[str], *, special: bool) -> list[list[dict[str, Any]]]:
-        """The tokens of each text, with and without special ones, as TEI's ``/tokenize`` gives them."""
+        """Tokenize texts, with or without special tokens, in the form of TEI's ``/tokenize``."""
         return [
             [
                 {"id": token, "text": text, "special": bool(is_special), "start": start, "stop": stop}
@@ -155,11 +155,11 @@ class TextTower:
         ]
 
     async def ping(self) -> bool:
-        """Answers while the event loop runs."""
+        """Return True, which shows that the event loop runs."""
         return True
 
     async def check_health(self) -> None:
-        """Ray Serve's question: an error where a text cannot be encoded, or where the thread hangs."""
+        """Raise an error if a text cannot be encoded or the thread hangs. Ray Serve calls this."""
         await self._thread.check(lambda: require_finite(self._encode_anew([HEALTH_TEXT])))
 
     def _encode_anew(self, texts: Sequence[str]) -> ndarray:
@@ -168,7 +168,7 @@ class TextTower:
     async def _in_parts(
         self, encode: Callable[[Any], ndarray], texts: Sequence[Any], lengths: Sequence[int]
     ) -> Embedded | Refused:
-        """Embeddings by the thread; refused where a text is no text."""
+        """Compute embeddings in the thread; refused if the encoder raises DataError for a text."""
         try:
             parts = [
                 await self._thread.run(partial(_vectors, encode, texts[first : first + TEXTS_PER_TURN]))
@@ -185,31 +185,31 @@ class TextTower:
     def _keep(
         self, texts: Sequence[str], keeps: Side
     ) -> tuple[Callable[[Any], ndarray], list[list[int]] | list[str]]:
-        """An encoder, and what it reads of each text: token ids, or a piece where the tower takes no ids."""
+        """Return an encoder and its inputs: token ids, or pieces of the texts if the tower takes no ids."""
         by_ids = self._encoder.encode_ids
-        made = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         if by_ids is not None:
-            return by_ids, [_side(each.ids, self._encoder.max_tokens, keeps) for each in made]
-        pairs = zip(texts, made, strict=True)
+            return by_ids, [_side(each.ids, self._encoder.max_tokens, keeps) for each in encodings]
+        pairs = zip(texts, encodings, strict=True)
         return self._encoder.encode, [self._piece(text, each.offsets, keeps) for text, each in pairs]
 
     def _piece(self, text: str, offsets: list[tuple[int, int]], keeps: Side) -> str:
-        """The side of a text that has as many tokens as are read.
+        """Return one side of a text, with as many tokens as the tower reads.
 
-        A piece that begins within a word may have more tokens than the text has there: then it is shortened.
+        A piece that begins within a word may have more tokens than the text has there. It is then shortened.
         """
         most = self._encoder.max_tokens
         if len(offsets) <= most:
             return text
         for size in range(most, 0, -1):
-            kept = _side(offsets, size, keeps)
-            piece = text[kept[0][0] : kept[-1][1]]
+            side = _side(offsets, size, keeps)
+            piece = text[side[0][0] : side[-1][1]]
             if self._lengths([piece])[0] <= most:
                 return piece
         return ""
 
     def _bare(self, row: Sequence[int]) -> list[int]:
-        """A row without special tokens at its ends."""
+        """Return a row without special tokens at its ends."""
         start, stop = 0, len(row)
         while start < stop and row[start] in self._special:
             start += 1
@@ -219,7 +219,7 @@ class TextTower:
 
 
 def too_long(lengths: Sequence[int], most: int) -> Refused | None:
-    """Why texts of these numbers of tokens are refused, where a model reads at most `most`; None: all fit."""
+    """Return why a model that reads `most` tokens refuses texts with these numbers; None: all fit."""
     longest = max(lengths)
     if longest <= most:
         return None
@@ -232,7 +232,7 @@ def too_long(lengths: Sequence[int], most: int) -> Refused | None:
 
 
 def _side(values: list[T], most: int, keeps: Side) -> list[T]:
-    """At most so many of the first values, or of the last ones."""
+    """Return at most `most` of the first values, or of the last ones."""
     return values[:most] if keeps == "left" else values[-most:]
 
 
@@ -241,10 +241,10 @@ def _vectors(encode: Callable[[Any], ndarray], texts: Sequence[Any]) -> Float32[
 
 
 def _tokenizes_to(row: Sequence[int], again: list[int]) -> bool:
-    """Whether token ids are those of a text: tokenized once more, they are the same, but for a cut word.
+    """Return whether token ids are those of a text: tokenized again it has the same ids, but for cut words.
 
-    Ids of another tokenizer, of which most are below the size of this one, give a text whose tokens are
-    others. The first and last tokens may differ by up to EDGE, and an eighth of the text.
+    Most ids of another tokenizer are also ids of this one, but they give a text with other tokens. Up to EDGE
+    tokens at either end may differ, and at most an eighth of the text.
     """
     if row == again:
         return True
@@ -263,7 +263,7 @@ class DocumentTower(TextTower):
 
 
 def document_encoder(folder: Path) -> TextEncoder:
-    """The encoder of documents: the texts are contents without title and topic."""
+    """Load the encoder of documents. Texts are contents, without title and topic."""
     if _is_table_for_both(folder):
         from scalingnote.encode.query_encoder import QueryEncoder
 
@@ -274,8 +274,8 @@ def document_encoder(folder: Path) -> TextEncoder:
     encoder = Encoder.load(folder, "document")
 
     def encode(texts: Sequence[str]) -> ndarray:
-        nothing = [""] * len(texts)
-        table = pa.table({"title": nothing, "topic": nothing, "content": list(texts)})
+        empty = [""] * len(texts)
+        table = pa.table({"title": empty, "topic": empty, "content": list(texts)})
         return encoder.encode_documents(table)[INDEXED_VIEW]
 
     def encode_ids(rows: Sequence[Sequence[int]]) -> ndarray:
@@ -286,7 +286,7 @@ def document_encoder(folder: Path) -> TextEncoder:
 
 
 def _is_table_for_both(folder: Path) -> bool:
-    """Whether a published folder is one lookup table for queries and documents."""
+    """Return whether a published folder is one lookup table for queries and documents."""
     if (folder / "tower.json").exists():
         return False
     modules = published_model.read_modules(folder, "document")
@@ -296,36 +296,36 @@ def _is_table_for_both(folder: Path) -> bool:
 
 
 def folder_of(location: Location, part: str) -> Path:
-    """The local folder of a part of an artifact, such as one side, or the folder itself where it is none."""
+    """Return the local folder of a part of an artifact, for example one side, or the folder itself."""
     uri, kind = location
     return Path(uri) if kind == FOLDER else open_artifact(uri, kind=kind).directory(part)
 
 
 def sides(folder: Path) -> dict[Role, Path]:
-    """The towers in a folder: of sentence-transformers, of ours, or one with the folders query and document.
+    """Find the towers in a folder of sentence-transformers or of ours, or in its folders query and document.
 
     Raises:
-        ConfigError: it holds none.
+        ConfigError: the folder has no tower.
     """
     if (folder / "tower.json").exists():
         return {read_json(folder / "tower.json")["role"]: folder}
     if (folder / "modules.json").exists():
         return {"query": folder, "document": folder}
     roles: tuple[Role, ...] = ("query", "document")
-    found = {role: folder / role for role in roles if (folder / role).is_dir()}
-    if not found:
+    folders = {role: folder / role for role in roles if (folder / role).is_dir()}
+    if not folders:
         raise ConfigError(
             f"{folder} holds no tower: name a folder of `scalingnote distill` or of `scalingnote export "
             "towers`, or one that sentence-transformers reads (modules.json)"
         )
-    return found
+    return folders
 
 
 def tokenizer_of(folder: Path, role: Role) -> Tokenizer:
-    """The tokenizer of one side of a tower's folder, without padding and truncation.
+    """Load the tokenizer of one side of a tower's folder, without padding and truncation.
 
     Raises:
-        ConfigError: it has no tokenizer.json.
+        ConfigError: the side has no tokenizer.json.
     """
     modules = None if (folder / "tower.json").exists() else published_model.read_modules(folder, role)
     places = [module.folder for module in modules[:1]] if modules else []
@@ -342,5 +342,5 @@ def tokenizer_of(folder: Path, role: Role) -> Tokenizer:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, where it may have settings of its own."""
+    """Return the text of a token in tokenizer_config.json, which may be a string or a dict of settings."""
     return token.get("content") if isinstance(token, dict) else token

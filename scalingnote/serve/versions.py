@@ -1,16 +1,16 @@
-"""A gateway's view of the index versions, and how it changes from one to another without a failed request.
+"""The index versions of a gateway, and its change from one to another without a failed request.
 
-    catalog ─► open on every searcher and encoder ─► described ─► active
+    catalog ─► open on every searcher and encoder ─► describe ─► active
 
-A request takes the active version when it arrives and keeps it, so the change is one assignment: no request
-sees two versions. Of a version with writes beside it (`serve.live.delta`) a gateway holds the delta:
+A request reads the active version when it arrives and keeps it. So the change is one assignment, and no
+request uses two versions. With writes in a separate delta (`serve.live.delta`), the gateway holds the delta:
 
     writer ─► log ─┬─► gateway: the delta of each served version ─► candidates as of record n ┐
                    └─► searchers: the rows that it overrides ─────► candidates as of record n ┴► one ranking
 
-A search takes the newest record n that its gateway has read and names it to the searchers, which answer as of
-n (:mod:`scalingnote.search.live_searcher`). So all parts of an answer are of one moment. A gateway reads the
-log ten times a second, and at once when a write through it was acknowledged.
+A search uses the newest record n that its gateway has read and sends n to the searchers, which answer as of n
+(:mod:`scalingnote.search.live_searcher`). So all parts of an answer are of one moment. A gateway reads the
+log ten times a second, and at once after a write through it was acknowledged.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from scalingnote.serve.live_catalog import LiveCatalog
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 
-OPEN_TIMEOUT_S = 600.0  # for all searchers to open a version; the catalog does not list it before
+OPEN_TIMEOUT_S = 600.0  # for all searchers to open a version; then the catalog lists it
 LIVE_REFRESH_S = 0.1  # between two reads of the writes to a live index
 log = get_logger()
 
@@ -55,13 +55,13 @@ class VersionContent:
 
     layout: IndexLayout
     held: int  # number of its shards
-    documents: int  # when it was opened; of an index of passages those that the passages are of
+    documents: int  # when it was opened; in an index of passages, documents and not passages
     fields: pa.Schema  # that a search may filter by
     facets: Mapping[str, Mapping[str, int]]  # text field with few values -> value -> number of documents
-    documents_apart: bool = False  # searchers leave documents to the gateway, which has a store of them
+    documents_apart: bool = False  # whether the gateway reads the documents from a store of the version
 
     def join(self, other: "VersionContent") -> "VersionContent":
-        """The content of these shards and others together."""
+        """Return the content of these shards and others together."""
         facets = {
             name: Counter(values) + Counter(other.facets[name])
             for name, values in self.facets.items()
@@ -72,12 +72,13 @@ class VersionContent:
 
 
 class Versions:
-    """The versions that are open on all searchers and encoders; :meth:`start` must be called first.
+    """The versions that are open on all searchers and encoders; call :meth:`start` first.
 
     Args:
         catalog: shared by all gateways.
         searchers: one handle for each group of shards.
-        towers: handles of :class:`~scalingnote.serve.tower_versions.TowerVersions`, by what they are for.
+        towers: handles of :class:`~scalingnote.serve.tower_versions.TowerVersions`, by their names in
+            ``/healthz``.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Versions:
             self.deltas = Deltas(catalog, group=len(self._searchers))
 
     async def start(self) -> None:
-        """Read which versions are served, and what they hold."""
+        """Read the list of served versions, and their contents."""
         served = await asyncio.to_thread(self.catalog.read)
         for version in served:
             if await self._describe(version):
@@ -109,29 +110,30 @@ class Versions:
         return self.served[0]
 
     def content(self, name: str) -> VersionContent:
-        """The content of an open version."""
+        """Return the content of an open version."""
         return self._contents[name]
 
     def form(self, tower: str) -> str | None:
-        """The form of a query tower of the active version; None of one that all versions share."""
+        """Return the form of a query tower of the active version; None for one that all versions share."""
         return self._forms.get((self.active.name, tower))
 
     def has_teacher(self, name: str) -> bool:
-        """Whether a version has a teacher; where versions do not name their towers, all have the same."""
+        """Return whether a version has a teacher; if versions have no towers, one teacher serves all."""
         towers = next((each.towers for each in self.served if each.name == name), None)
         return towers is None or towers.teacher is not None
 
     async def activate(self, version: Version) -> None:
         """Open another version on every searcher and encoder, then answer from it.
 
-        It goes on when its request is cancelled: opening a large index may take longer than a proxy waits.
+        This continues if its request is cancelled, because opening a large index may take longer than a proxy
+        waits.
         """
         if self.catalog.state is None:
             raise conflict("no index can be activated here: set serve.state to a folder that all nodes reach")
         await asyncio.shield(asyncio.create_task(self._change_to(version)))
 
     async def follow(self) -> None:
-        """Change to the version that another gateway has activated; try again what could not be read."""
+        """Change to the version that another gateway has activated; reopen documents that failed before."""
         served = await asyncio.to_thread(self.catalog.read)
         if served[0].name != self.active.name:
             async with self._changing:
@@ -146,7 +148,7 @@ class Versions:
             if await self._open(version):
                 await self.documents.open(version.name, version.uri)
             self._serve(await asyncio.to_thread(self.catalog.activate, version))
-            await self._open(version)  # searchers of a live index open the current version only
+            await self._open(version)  # searchers of a live index open only the current version
             log.info("index version %s is active", version.name)
 
     def _serve(self, served: tuple[Version, ...]) -> None:
@@ -164,17 +166,17 @@ class Versions:
             return await self._describe(version)
 
     async def _describe(self, version: Version) -> bool:
-        """Take in what the searchers hold of a version; whether its documents are in a store apart."""
+        """Read the content of a version from the searchers; return whether its documents are in a store."""
         calls = [searcher.describe.remote(version.name) for searcher in self._searchers]
-        described = await asyncio.gather(*calls)
-        content: VersionContent = reduce(VersionContent.join, described)
+        contents = await asyncio.gather(*calls)
+        content: VersionContent = reduce(VersionContent.join, contents)
         if content.held != content.layout.shards:  # a deployed replica holds a fixed range of shards
             raise ConfigError(
                 f"index {version.uri} has {content.layout.shards} shards, the searchers hold {content.held}: "
-                f"build it with index.shards={content.held}, or deploy the service with this index as its own"
+                f"build it with index.shards={content.held}, or start a service with this index"
             )
         self._contents[version.name] = content
-        self.documents.shards_of_groups = [each.held for each in described]
+        self.documents.shards_of_groups = [each.held for each in contents]
         for name, tower in self._towers.items() if version.towers is not None else ():
             self._forms[version.name, name] = await tower.form.remote(version.name)
         if self.deltas is not None:
@@ -186,11 +188,11 @@ class Versions:
 
 
 class Deltas:
-    """The deltas of the versions that a gateway serves; those of one model follow one log.
+    """The deltas of the versions that a gateway serves. The deltas of one model follow one log.
 
     Args:
         catalog: of the versions.
-        group: number that an answer without the delta names as missing: the one after the groups of shards.
+        group: number of the delta among the missing groups of an answer: the one after the groups of shards.
     """
 
     def __init__(self, catalog: LiveCatalog, *, group: int) -> None:
@@ -216,7 +218,7 @@ class Deltas:
         self._deltas = {name: delta for name, delta in self._deltas.items() if name in names}
 
     async def refresh(self) -> None:
-        """Read what was acknowledged by now."""
+        """Read the records that were acknowledged so far."""
         try:
             for delta in [*self._deltas.values()]:
                 await asyncio.to_thread(delta.refresh)
@@ -226,7 +228,7 @@ class Deltas:
         self.is_readable = True
 
     def of(self, name: str) -> Delta:
-        """The delta of a version; RefusedError (503) where it is no longer kept."""
+        """Return the delta of a version; RefusedError (503) if the version is no longer kept."""
         if name not in self._deltas:
             raise unavailable(f"version {name} of the index is no longer kept: try again")
         return self._deltas[name]
@@ -234,14 +236,14 @@ class Deltas:
     async def search(
         self, query: Query, left_s: float, groups: Callable[[Query, float], Awaitable[Answer]]
     ) -> Answer:
-        """The candidates of the groups of shards and of the delta, all as of one record of the log."""
+        """Return the candidates of the groups of shards and of the delta, all as of one record of the log."""
         moment = self.of(query.version).now()
         query = replace(query, record=moment.record)
         if not len(moment):
             return await groups(query, left_s)
-        # A copy: the thread keeps what it computes in it, while the query is pickled for the groups.
-        own = gather_in_time([self._batcher((moment, replace(query)))], deadline_s=left_s)
-        of_groups, (of_delta,) = await asyncio.gather(groups(query, left_s), own)
+        # A copy, because the thread caches results in the query while it is pickled for the groups.
+        delta_call = gather_in_time([self._batcher((moment, replace(query)))], deadline_s=left_s)
+        of_groups, (of_delta,) = await asyncio.gather(groups(query, left_s), delta_call)
         if isinstance(of_groups, Refused):
             return of_groups
         if isinstance(of_delta, Refused):

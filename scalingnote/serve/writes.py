@@ -1,11 +1,11 @@
-"""Writes of documents: encoders turn them into index rows, which one writer process makes durable.
+"""Writes of documents: encoders convert them to index rows, and one writer process makes these durable.
 
     documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (one process) ─► log ─► acknowledged
                                                                    searchers follow the log ◄─┘
 
-:class:`DocumentWrites` is the gateway's side, :class:`DocumentEncoder` a deployment; the other one is in
-:mod:`scalingnote.serve.writer`. While there are two pairs of a model and its index
-(:mod:`scalingnote.serve.live_catalog`), both take each write.
+:class:`DocumentWrites` is the side of the gateway, :class:`DocumentEncoder` a deployment. The writer, another
+deployment, is in :mod:`scalingnote.serve.writer`. While there are two pairs of a model and its index
+(:mod:`scalingnote.serve.live_catalog`), each write goes to both.
 """
 
 import asyncio
@@ -31,14 +31,15 @@ from scalingnote.storage.artifact import open_artifact
 
 
 class DocumentWrites:
-    """Requests that write.
+    """The requests that write.
 
     Searchers in this process show a write at once, others after
-    :data:`~scalingnote.serve.versions.LIVE_REFRESH_S`; with a delta, so do this gateway and all others.
+    :data:`~scalingnote.serve.versions.LIVE_REFRESH_S`. With a delta, this gateway shows a write at once, and
+    other gateways after that time.
 
     Args:
-        deployed: without a writer the index is read only, and every write is refused.
-        versions: follow a compaction.
+        deployed: without a writer the index is read-only, and every write is refused.
+        versions: change to the version that a compaction writes.
     """
 
     def __init__(self, deployed: Deployed, versions: Versions) -> None:
@@ -46,20 +47,20 @@ class DocumentWrites:
         self._local_searchers = [each for each in deployed.searchers if isinstance(each, LocalHandle)]
 
     async def upsert(self, request: messages.UpsertRequest) -> messages.Written:
-        """Write documents, each in place of the one with its id; durable when it returns."""
+        """Write documents, each in place of the one with its id. They are durable when this returns."""
         writer, timer = self._require_writer(), RequestTimer(ENCODING_DEADLINE_S)
         messages.check_batch(request.documents, "documents")
         documents, rejected = _validate(request.documents)
         assert self._encoder is not None  # deployed with the writer
-        acknowledged: Outcome | tuple[()] = ()
-        while not acknowledged:  # again with the rows of a pair that was added meanwhile
+        outcome: Outcome | tuple[()] = ()
+        while not outcome:  # repeated with the rows of a pair that was added meanwhile
             encoding = [self._encoder.encode.remote(documents)]
             (rows,) = await gather_in_time(encoding, deadline_s=timer.left_s())
             if rows is None:
                 raise unavailable("the documents were not encoded, nothing was written: try again")
-            acknowledged = await self._acknowledge(writer.upsert.remote(rows), timer)
+            outcome = await self._acknowledge(writer.upsert.remote(rows), timer)
             cost = next(iter(rows.values())).cost
-        written, rejected_rows = acknowledged
+        written, rejected_rows = outcome
         rejected += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected_rows]
         return messages.Written(
             written=written,
@@ -69,12 +70,12 @@ class DocumentWrites:
         )
 
     async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:
-        """Delete documents; ids that are not in the index are no error. Durable when it returns."""
+        """Delete documents, durably when this returns. An id that is not in the index is not an error."""
         writer = self._require_writer()
         messages.check_batch(doc_ids, "doc_ids")
         timer = RequestTimer(ENCODING_DEADLINE_S)
-        deleted = await self._acknowledge(writer.delete.remote(doc_ids), timer)
-        return messages.Deleted(deleted=deleted)
+        count = await self._acknowledge(writer.delete.remote(doc_ids), timer)
+        return messages.Deleted(deleted=count)
 
     async def compact(self) -> None:
         """Write the next version of a live index now, and answer from it."""
@@ -84,19 +85,19 @@ class DocumentWrites:
             await writer.compact.remote()
             await self._versions.follow()
 
-        # A compaction goes on when its request is cancelled.
+        # A compaction continues if its request is cancelled.
         await asyncio.shield(asyncio.create_task(compact_and_follow()))
 
     def _require_writer(self) -> Handle:
         if self._writer is None:
-            raise conflict("this index is read only: set serve.live to a folder for its writes")
+            raise conflict("this index is read-only: set serve.live to a folder for its writes")
         return self._writer
 
     async def _acknowledge(self, call: Any, timer: RequestTimer) -> Any:
-        """The writer's answer, once the searchers of this process have read what it wrote."""
+        """Return the writer's answer after the searchers of this process have read its write."""
         (answer,) = await gather_in_time([call], deadline_s=timer.left_s())
         if answer is None:
-            raise unavailable("not acknowledged: the write may be there or not, send it again")
+            raise unavailable("not acknowledged: the write may be durable or not, send it again")
         for searcher in self._local_searchers:
             await searcher.refresh.remote()
         if self._versions.deltas is not None:
@@ -105,7 +106,7 @@ class DocumentWrites:
 
 
 def _validate(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[messages.Rejected]]:
-    """The rows that are valid documents, and the reason for each of the others."""
+    """Return the rows that are valid documents, and the reason for each other row."""
     documents, rejected = [], []
     for number, row in enumerate(rows):
         try:
@@ -124,11 +125,11 @@ def _validate(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], lis
 
 
 class DocumentEncoder:
-    """Encodes documents by the document tower, the codebooks and the fusion networks of each pair.
+    """An encoder of documents by the document tower, the codebooks and the fusion networks of each pair.
 
     Args:
         catalog: of the live folder.
-        keeps_documents: whether the writer wants them whole, too.
+        keeps_documents: whether rows have the complete documents, too, for the writer's log.
     """
 
     def __init__(self, catalog: LiveCatalog, keeps_documents: bool = False) -> None:
@@ -140,14 +141,14 @@ class DocumentEncoder:
     async def encode(
         self, documents: Sequence[Mapping[str, Any]], only: str | None = None
     ) -> dict[str, IndexRows]:
-        """For each pair, by its index, the rows for the writer and the documents that were rejected.
+        """Encode documents for each pair; return its rows for the writer, with the rejected ones, by index.
 
-        `only`: the index of one pair, whose rows alone are wanted.
+        `only`: the index of one pair; documents are encoded only for it.
         """
         return await self._thread.run(lambda: self._rows(documents, only))
 
     async def check_health(self) -> None:
-        """Ray Serve's question: an error where a document cannot be encoded, or where the thread hangs."""
+        """Raise an error if a document cannot be encoded or the thread hangs. Ray Serve calls this."""
         document = {"doc_id": "health", "title": HEALTH_TEXT, "topic": "", "content": HEALTH_TEXT}
 
         def check() -> None:
@@ -159,10 +160,10 @@ class DocumentEncoder:
     def _rows(self, documents: Sequence[Mapping[str, Any]], only: str | None) -> dict[str, IndexRows]:
         if self._catalog.pairs_changed_at() != self._read_at:
             self._load()
-        found = {index: encode(documents) for index, encode in self._paths.items() if only in (None, index)}
+        rows = {index: encode(documents) for index, encode in self._paths.items() if only in (None, index)}
         if self._keeps_documents:
-            return found
-        return {index: rows._replace(sources=None) for index, rows in found.items()}
+            return rows
+        return {index: each._replace(sources=None) for index, each in rows.items()}
 
     def _load(self) -> None:
         read_at = self._catalog.pairs_changed_at()
@@ -175,7 +176,7 @@ class DocumentEncoder:
 
 
 def _row_encoder(parts: DocumentPathParts) -> Callable[[Sequence[Mapping[str, Any]]], IndexRows]:
-    """What turns documents into rows of one index, loaded."""
+    """Load the function that converts documents to rows of one index."""
     locations = (parts.towers, parts.semantic_ids, parts.embeddings, parts.dataset)
     towers, semantic_ids, embeddings, dataset = (open_artifact(uri, kind=kind) for uri, kind in locations)
     words = parts.bm25_terms and open_artifact(parts.bm25_terms[0], kind=parts.bm25_terms[1])

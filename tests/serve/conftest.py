@@ -28,7 +28,7 @@ def query_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose other model is built and compared, and not served yet; a test restores what it changes."""
+    """Return a run with another model that is built and compared, not served. A test undoes its changes."""
     run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
     compare(run_dir, other)
     return run_dir

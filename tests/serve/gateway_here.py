@@ -1,4 +1,4 @@
-"""A gateway in this process, over a real index and query tower, and a client that calls it as if by HTTP."""
+"""A gateway in this process with a real index and query tower, and a client that calls it like over HTTP."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """Calls an application as if by HTTP, its lifespan running."""
+    """A client that calls an application like over HTTP, with its lifespan."""
 
     def __init__(self, application: Any) -> None:
         self._loop = asyncio.new_event_loop()
@@ -28,11 +28,11 @@ class Client:
         transport = httpx.ASGITransport(application, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
-    def __call__(self, method: str, path: str, **sent: Any) -> httpx.Response:
-        return self.wait(self._client.request(method, path, **sent))
+    def __call__(self, method: str, path: str, **request: Any) -> httpx.Response:
+        return self.wait(self._client.request(method, path, **request))
 
     def wait(self, work: Awaitable[T]) -> T:
-        """What something on the application's loop comes to."""
+        """Run a coroutine on the loop of the application, and return its result."""
         return self._loop.run_until_complete(work)
 
     def search(self, **body: Any) -> httpx.Response:
@@ -64,10 +64,10 @@ def service(
 ) -> Service:
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
     encoder = LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student"))))
-    held = [(0, 1)] if groups == 1 else [(0,), (1,)]
+    shard_groups = [(0, 1)] if groups == 1 else [(0,), (1,)]
     searchers = [
         LocalHandle(IndexSearcher(catalog, shards=shards, search=config.search, timeout_s=config.deadline_s))
-        for shards in held
+        for shards in shard_groups
     ]
     if teacher is not None:
         parts["teacher"] = LocalHandle(teacher)

@@ -3,8 +3,8 @@
     python tests/serve/kuberay_schemas.py CHECKOUT
 
 writes kuberay_schemas.json.gz from a git checkout of https://github.com/ray-project/kuberay: the schema of
-ray.io/v1 of each of its custom resource definitions (helm-chart/kuberay-operator/crds at VERSION), without
-descriptions. KubeRay is copyright of its authors, under the Apache License, Version 2.0, as this project.
+ray.io/v1 of each custom resource definition (helm-chart/kuberay-operator/crds at VERSION), without
+descriptions. KubeRay is copyright of its authors, under the Apache License, Version 2.0, like this project.
 """
 
 import gzip
@@ -24,38 +24,38 @@ FILE = Path(__file__).with_suffix(".json.gz")
 
 
 def faults(manifest: dict[str, Any]) -> Iterator[str]:
-    """What the schema of a manifest's kind refuses, and fields it does not have, which Kubernetes drops."""
+    """Yield the errors of a manifest by the schema of its kind, also the fields that Kubernetes drops."""
     schemas: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))["schemas"]
     for error in Draft202012Validator(schemas[manifest["kind"]]).iter_errors(manifest):
         yield f"{error.json_path}: {error.message}"
 
 
 def _write(checkout: str) -> None:
-    made = {}
+    schemas = {}
     for kind in ("rayclusters", "rayjobs", "rayservices"):
         command = ["git", "-C", checkout, "show", f"{VERSION}:{CRDS}/ray.io_{kind}.yaml"]
         definition = yaml.safe_load(subprocess.check_output(command))["spec"]
         (version,) = (each for each in definition["versions"] if each["name"] == "v1")
-        made[definition["names"]["kind"]] = _closed(version["schema"]["openAPIV3Schema"])
+        schemas[definition["names"]["kind"]] = _closed(version["schema"]["openAPIV3Schema"])
     notice = f"KubeRay {VERSION}, {CRDS}, without descriptions; Apache License 2.0"
-    text = json.dumps({"notice": notice, "schemas": made}, separators=(",", ":"))
+    text = json.dumps({"notice": notice, "schemas": schemas}, separators=(",", ":"))
     FILE.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def _closed(schema: Any) -> Any:
-    """The schema without descriptions, with no fields but those that it has."""
+    """Return the schema without descriptions, which allows only its own fields."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {
+    closed = {
         name: _closed(value) for name, value in schema.items() if name not in ("description", "properties")
     }
-    if "properties" in schema:  # whose names are fields, one of which may be "description"
-        kept["properties"] = {field: _closed(each) for field, each in schema["properties"].items()}
-    if "properties" in kept and not kept.get("x-kubernetes-preserve-unknown-fields"):
-        kept.setdefault("additionalProperties", False)
-    return kept
+    if "properties" in schema:  # its names are fields, and a field may be named "description"
+        closed["properties"] = {field: _closed(each) for field, each in schema["properties"].items()}
+    if "properties" in closed and not closed.get("x-kubernetes-preserve-unknown-fields"):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 if __name__ == "__main__":

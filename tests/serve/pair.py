@@ -1,4 +1,4 @@
-"""A small real index and a query tower of its dimension: what a gateway needs."""
+"""A small real index and a query tower with the same dimension, for a gateway."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ DIM = 16
 
 
 def built(folder: Path, *, corpus_seed: int = 0, shards: int = 2) -> Artifact:
-    """An index, built in this process."""
+    """Build an index in this process."""
     corpus = Corpus.build(f"{folder}/corpus", sizes=[200, 220], dim=DIM, seed=corpus_seed)
     config = IndexConfig(
         shards=shards,
@@ -31,32 +31,32 @@ def built(folder: Path, *, corpus_seed: int = 0, shards: int = 2) -> Artifact:
 
 
 def student(uri: str, *, dim: int = DIM, seed: int = 0) -> Artifact:
-    return _saved(
+    return _save(
         uri,
         dual_encoder.build_tower(
-            tiny.query_tower(), role="query", dim=dim, tokenizer_json=_learnt(), seed=seed
+            tiny.query_tower(), role="query", dim=dim, tokenizer_json=_tokenizer_json(), seed=seed
         ),
     )
 
 
 def table(uri: str, *, seed: int = 0) -> Artifact:
-    """A student that is a table of random rows."""
-    return _saved(uri, lookup.build(LookupConfig(), dim=DIM, tokenizer_json=_learnt(), seed=seed))
+    """Build a student that is a table of random rows."""
+    return _save(uri, lookup.build(LookupConfig(), dim=DIM, tokenizer_json=_tokenizer_json(), seed=seed))
 
 
 def document_tower(uri: str) -> Artifact:
-    made = dual_encoder.build_tower(
-        tiny.document_tower(), role="document", dim=DIM, tokenizer_json=_learnt(), seed=3
+    tower = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=DIM, tokenizer_json=_tokenizer_json(), seed=3
     )
-    return _saved(uri, made, kind="dual_encoder", side="document")
+    return _save(uri, tower, kind="dual_encoder", side="document")
 
 
-def _learnt() -> str:
+def _tokenizer_json() -> str:
     texts = [row["content"] for row in tiny.document_rows()]
     return train_tokenizer(texts, vocabulary=tiny.CAUSAL.vocabulary)
 
 
-def _saved(uri: str, made: Any, *, kind: str = "student", side: str = "query") -> Artifact:
+def _save(uri: str, tower: Any, *, kind: str = "student", side: str = "query") -> Artifact:
     draft = Draft(uri, kind=kind, config=tiny.Nothing(), parents={})
-    made.save(Path(draft.path(side)))
+    tower.save(Path(draft.path(side)))
     return draft.commit(counts={})

@@ -1,4 +1,4 @@
-"""Calls of a service behind a real port."""
+"""Calls of a service at a real port."""
 
 import json
 import socket
@@ -13,9 +13,9 @@ def free_port() -> int:
 
 
 def call(url: str, path: str, **body: Any) -> tuple[int, Any]:
-    """Status and answer; 0 where the connection broke."""
-    sent = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url + path, sent, {"content-type": "application/json"})
+    """Return status and answer; status 0 if the connection broke."""
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, json.load(answer)

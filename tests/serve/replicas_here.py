@@ -1,4 +1,4 @@
-"""Real replicas on this machine: started, asked over HTTP, killed."""
+"""Functions that start real replicas on this machine, call them over HTTP, and kill them."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ from ray import serve
 from scalingnote.run.service_config import AppArgs
 from scalingnote.serve import app, artifacts, launch
 
-TRIES, PAUSE_S = 600, 0.1  # until what was killed is back
+TRIES, PAUSE_S = 600, 0.1  # until a killed replica is replaced
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -24,8 +24,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def found(index: str, query_tower: str, **knobs: Any) -> artifacts.ServedArtifacts:
-    """An index and a query tower, to be served at a free port."""
+def find_artifacts(index: str, query_tower: str, **knobs: Any) -> artifacts.ServedArtifacts:
+    """Find the artifacts of a service of an index and a query tower, with a free port."""
     common = {"port": free_port(), "deadline_s": 20, "shards_per_searcher": 1, "cpus_per_replica": 0.1}
     args = {"index": index, "query_tower": query_tower, "serve": common | knobs}
     served = artifacts.find(AppArgs.model_validate(args))
@@ -35,16 +35,16 @@ def found(index: str, query_tower: str, **knobs: Any) -> artifacts.ServedArtifac
 
 @contextmanager
 def running(served: artifacts.ServedArtifacts) -> Iterator[str]:
-    """The URL of an application, which runs meanwhile."""
+    """Run an application, and yield its URL."""
     yield launch.start(served, app.bind(served))
     serve.delete(launch.APPLICATION_NAME)
     serve.shutdown()
 
 
 def post(url: str, headers: Mapping[str, str] = NO_HEADERS, **body: Any) -> tuple[int, Any]:
-    """Status and answer; 0 where the connection broke. Serve's own proxy refuses by a text."""
-    sent = {"content-type": "application/json", **headers}
-    request = urllib.request.Request(url, json.dumps(body).encode(), sent)
+    """Return status and answer; status 0 if the connection broke. A refusal of Serve's proxy is a text."""
+    all_headers = {"content-type": "application/json", **headers}
+    request = urllib.request.Request(url, json.dumps(body).encode(), all_headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -56,12 +56,12 @@ def post(url: str, headers: Mapping[str, str] = NO_HEADERS, **body: Any) -> tupl
 
 
 def hits(answer: Any) -> list[str]:
-    """The ids of an answer's documents."""
+    """Return the ids of the documents of an answer."""
     return [hit["doc_id"] for hit in answer["results"]]
 
 
 def processes(part: str, of: psutil.Process | None = None) -> list[psutil.Process]:
-    """The processes of a deployment's replicas, below this one or another."""
+    """Return the processes of the replicas of a deployment, children of this process or of another."""
     replicas = []
     for process in (of or psutil.Process()).children(recursive=True):
         with suppress(psutil.Error):
@@ -71,7 +71,7 @@ def processes(part: str, of: psutil.Process | None = None) -> list[psutil.Proces
 
 
 def kill(part: str, *, of: psutil.Process | None = None) -> list[int]:
-    """kill -9 the replicas of a deployment; their processes."""
+    """Kill (-9) the replicas of a deployment, and return their process ids."""
     replicas = processes(part, of)
     for process in replicas:
         process.kill()

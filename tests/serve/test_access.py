@@ -1,4 +1,4 @@
-"""Admission: keys, rates and limits apply before the API; every request is recorded."""
+"""Admission: keys, rates and limits apply before the API, and every request is recorded."""
 
 import asyncio
 import hashlib
@@ -41,7 +41,7 @@ def ask(
     client: str = "127.0.0.1",
     host: str = "test",
 ) -> list[httpx.Response]:
-    """Requests at the same time."""
+    """Send requests at the same time."""
 
     async def all_of_them() -> list[httpx.Response]:
         transport = httpx.ASGITransport(middleware, client=(client, 1))
@@ -54,21 +54,21 @@ def ask(
 
 
 @pytest.mark.parametrize(
-    ("given", "status"),
+    ("sent_headers", "status"),
     [
         ({}, 401),
         ({"authorization": "Bearer wrong"}, 401),
         ({"authorization": f"Bearer {KEY}"}, 200),
         ({"authorization": f"Bearer  {KEY} "}, 200),
-        ({"authorization": f"bearer {KEY}"}, 200),  # the scheme has no case, the key has
+        ({"authorization": f"bearer {KEY}"}, 200),  # the scheme ignores case, the key does not
         ({"authorization": f"BEARER\t{KEY}"}, 200),
         ({"authorization": f"Bearer {KEY.upper()}"}, 401),
         ({"authorization": f"Basic {KEY}"}, 401),
     ],
 )
-def test_keys_are_required_and_checked(given, status):
+def test_keys_are_required_and_checked(sent_headers, status):
     middleware, statuses = application(closed=True)
-    (answer,) = ask(middleware, "/search", headers=given)
+    (answer,) = ask(middleware, "/search", headers=sent_headers)
     assert answer.status_code == status
     assert statuses == [status]
     if status == 401:
@@ -80,9 +80,9 @@ def test_keys_are_required_and_checked(given, status):
 @pytest.mark.parametrize(
     ("text", "encoding", "reason"),
     [
-        ("", "utf-8", "one key a line"),
+        ("", "utf-8", "one key per line"),
         ("short", "utf-8", "16 characters"),
-        (KEY, "utf-16", r"keys is no UTF-8 .*save it as UTF-8"),
+        (KEY, "utf-16", r"keys is not UTF-8 .*save it as UTF-8"),
         (None, "utf-8", "cannot be read"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_file_without_usable_keys_is_refused(tmp_path, text, encoding, reason)
     with pytest.raises(ConfigError, match=reason):
         read_keys(str(path))
     keys = ["the-first-of-the-keys", "the-last-of-the-keys"]
-    path.write_text("\r\n".join(keys) + "\r\n", encoding="utf-8-sig")  # as some editors save it
+    path.write_text("\r\n".join(keys) + "\r\n", encoding="utf-8-sig")  # some editors save files like this
     assert read_keys(str(path)) == {hashlib.sha256(key.encode()).digest() for key in keys}
 
 
@@ -103,12 +103,12 @@ def test_the_page_and_the_health_need_no_key():
     assert [answer.status_code for answer in answers] == [200, 200, 200, 401, 401, 401]
 
 
-def test_a_client_above_its_rate_learns_when_to_try_again():
+def test_a_client_above_its_rate_gets_the_time_of_a_retry():
     middleware, _ = application(rate=0.5, burst=3)
     answers = ask(middleware, *["/search"] * 5)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
-    refused = next(answer for answer in answers if answer.status_code == 429)
-    assert 1 <= int(refused.headers["retry-after"]) <= 3
+    refusal = next(answer for answer in answers if answer.status_code == 429)
+    assert 1 <= int(refusal.headers["retry-after"]) <= 3
     assert ask(middleware, "/healthz")[0].status_code == 200
 
 
@@ -121,7 +121,7 @@ def test_public_paths_do_not_count_towards_a_rate():
     assert [ask(middleware, "/search", headers=key)[0].status_code for _ in range(2)] == [200, 429]
 
 
-def test_tokens_come_back_with_time(monkeypatch):
+def test_a_bucket_gets_new_tokens_over_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("scalingnote.serve.access.time.monotonic", lambda: now[0])
     admission = Admission(Limits(rate=1, burst=2))
@@ -142,7 +142,7 @@ def test_requests_above_the_limit_are_refused_at_once():
     assert ask(middleware, "/slow")[0].status_code == 200
 
 
-def test_a_request_keeps_the_id_that_it_brings():
+def test_a_request_keeps_the_id_in_its_header():
     middleware, _ = application()
     (answer,) = ask(middleware, "/search", headers={"x-request-id": "mine"})
     assert (answer.text, answer.headers["x-request-id"]) == ("mine", "mine")
@@ -170,7 +170,7 @@ def test_a_cancelled_request_is_recorded_as_499():
         ({}, {"host": "localhost:8000"}, 200),
         ({}, {"host": "[::1]:8000", "client": "::1"}, 200),
         ({}, {"host": "localhost", "client": "192.0.2.7"}, 403),
-        ({}, {"host": "a.site.example"}, 403),  # its name was pointed to 127.0.0.1
+        ({}, {"host": "a.site.example"}, 403),  # a name that resolves to 127.0.0.1
         ({}, {"host": "localhost", "headers": {"origin": "https://a.site.example"}}, 403),
         ({}, {"host": "localhost", "headers": {"origin": "http://localhost"}}, 200),
     ],

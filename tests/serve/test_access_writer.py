@@ -1,4 +1,4 @@
-"""Access logs: whole lines, full files, one writer a name, kills and disks that refuse."""
+"""Access logs: complete lines, full files, one writer per name, killed processes and full disks."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from scalingnote.serve.access_writer import AccessWriter
 
 @pytest.fixture(autouse=True)
 def by_hand(monkeypatch):
-    """Writers write when a test says so."""
+    """Let writers write only when a test calls `flush` or `close`."""
     monkeypatch.setattr(access_writer, "FLUSH_S", 60.0)
 
 
@@ -52,14 +52,14 @@ def test_full_files_are_rotated_between_lines(tmp_path, monkeypatch):
     assert ([row["request_id"] for row in rows], rejected) == ([f"q{i:02d}" for i in range(10)], {})
     monkeypatch.setattr(access_writer, "MAX_FILE_BYTES", 10)
     again = AccessWriter(tmp_path, "a")
-    for _ in range(2):  # longer than a file: alone in one
+    for _ in range(2):  # a record longer than a file gets its own file
         again.append(RECORD)
     again.close()
     files += [tmp_path / f"access-a.{n}.jsonl" for n in (10, 11)]
     assert sorted(tmp_path.iterdir()) == sorted(files)
 
 
-def test_a_name_is_taken_while_its_writer_lives(tmp_path):
+def test_a_second_writer_of_the_same_name_is_refused(tmp_path):
     writer = AccessWriter(tmp_path, "a")
     with pytest.raises(ConfigError, match="written by another process"):
         AccessWriter(tmp_path, "a")
@@ -83,7 +83,7 @@ while True:
 """
 
 
-def test_a_killed_writer_loses_only_its_last_moments(tmp_path):
+def test_a_killed_writer_loses_only_records_since_the_last_flush(tmp_path):
     path = tmp_path / "access-a.jsonl"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
     while process.poll() is None and not (path.exists() and path.stat().st_size > 100_000):
@@ -102,7 +102,7 @@ def test_a_killed_writer_loses_only_its_last_moments(tmp_path):
     assert rejected == {"access log: invalid JSON": 1}
 
 
-def test_a_disk_that_refuses_is_waited_for_and_bounded(tmp_path, monkeypatch, caplog):
+def test_lines_are_kept_and_bounded_while_the_disk_is_full(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(access_writer, "MAX_WAITING", 4)
     writer = AccessWriter(tmp_path, "a")
     writer.append(RECORD)
@@ -112,38 +112,38 @@ def test_a_disk_that_refuses_is_waited_for_and_bounded(tmp_path, monkeypatch, ca
     def write(file: int, data) -> int:
         if file != writer._file or not full:
             return real(file, data)
-        real(file, bytes(data)[:10])  # half a line, then no more
+        real(file, bytes(data)[:10])  # the disk is full after half a line
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", write)
     writer.append(RECORD | {"request_id": "q2"})
-    writer.append(RECORD | {"request_id": {1, 2}})  # no JSON
+    writer.append(RECORD | {"request_id": {1, 2}})  # not JSON
     writer.flush()
     assert (len(requests(writer.path)[0]), requests(writer.path)[1]) == (1, {})
     for number in range(9):
         writer.append(RECORD | {"request_id": f"q{number + 3}"})
-    assert writer.dropped == 6  # one is no JSON, five found no room
+    assert writer.dropped == 6  # one is not JSON, five did not fit into the queue
     full = False
     writer.close()
     rows, rejected = requests(writer.path)
     assert ([row["request_id"] for row in rows], rejected) == (["q1", "q2", "q3", "q4", "q5", "q6"], {})
 
 
-def test_handing_over_waits_for_no_disk(tmp_path, monkeypatch):
+def test_append_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(access_writer, "FLUSH_S", 0.001)
     writer = AccessWriter(tmp_path, "a")
-    held = threading.Event()
+    released = threading.Event()
     syncing = threading.Event()
 
     def sync(_: int) -> None:
         syncing.set()
-        held.wait(60)
+        released.wait(60)
 
     monkeypatch.setattr(os, "fsync", sync)
     writer.append(RECORD)
     assert syncing.wait(60)
     for _ in range(100):
-        writer.append(RECORD)  # would hang here
-    held.set()
+        writer.append(RECORD)  # would hang here if it waited
+    released.set()
     writer.close()
     assert len(requests(writer.path)[0]) == 101

@@ -1,4 +1,4 @@
-"""The whole HTTP side before a real index and tower, in this process: every answer, every refusal."""
+"""The complete HTTP side with a real index and tower, in this process: every answer, every refusal."""
 
 import asyncio
 import json
@@ -23,19 +23,19 @@ from scalingnote.storage.artifact import Artifact
 @pytest.fixture(scope="module", params=[1, 2], ids=["one group", "a group per shard"])
 def client(request: Any, index: Artifact, query_tower: Artifact) -> Iterator[Client]:
     config = ServeConfig(deadline_s=60, limits=Limits(max_k=50, max_query_chars=40, max_body_bytes=4096))
-    made = Client(api.build(service(index, query_tower, config, groups=request.param), config))
-    yield made
-    made.close()
+    http_client = Client(api.build(service(index, query_tower, config, groups=request.param), config))
+    yield http_client
+    http_client.close()
 
 
 @pytest.fixture(scope="module")
 def in_process(index: Artifact, query_tower: Artifact) -> Callable[..., tuple[list[str], list[float]]]:
-    """The same search without any of serving: ids and scores."""
+    """Return a function for the same search without the service; it returns ids and scores."""
     encoder, searcher = Encoder.load(query_tower.directory("query")), Searcher.open(index.uri)
 
     def search(query: str, **options: Any) -> tuple[list[str], list[float]]:
-        found = searcher.search(encoder.encode_queries([query]), **options)[0]
-        return [result.doc_id for result in found], [result.score for result in found]
+        results = searcher.search(encoder.encode_queries([query]), **options)[0]
+        return [result.doc_id for result in results], [result.score for result in results]
 
     return search
 
@@ -43,7 +43,7 @@ def in_process(index: Artifact, query_tower: Artifact) -> Callable[..., tuple[li
 @pytest.mark.parametrize(
     "options", [{"k": 7}, {"k": 50}, {"k": 5, "where": {"topic": "topic 3"}}, {"k": 3, "nprobe": 1}]
 )
-def test_what_is_served_is_what_is_searched(client, in_process, options):
+def test_the_service_returns_the_results_of_the_searcher(client, in_process, options):
     for query in ("bakoli menura", "  sitave\n", "数据 zo"):
         body = {"filter" if name == "where" else name: value for name, value in options.items()}
         answer = client.search(query=query, **body).json()
@@ -69,16 +69,16 @@ def test_concurrent_requests_get_their_own_answers(client, in_process):
         assert [hit["doc_id"] for hit in answer.json()["results"]] == doc_ids
 
 
-def test_a_vector_finds_what_its_text_finds(client):
-    encoded = client("POST", "/encode", json={"queries": ["bakoli menura", "zo"]}).json()
-    assert encoded["dim"] == DIM
-    assert np.linalg.norm(encoded["embeddings"], axis=1) == pytest.approx([1, 1], abs=1e-5)
+def test_a_vector_and_its_text_give_the_same_results(client):
+    answer = client("POST", "/encode", json={"queries": ["bakoli menura", "zo"]}).json()
+    assert answer["dim"] == DIM
+    assert np.linalg.norm(answer["embeddings"], axis=1) == pytest.approx([1, 1], abs=1e-5)
     of_text = client.search(query="bakoli menura", k=5).json()["results"]
-    of_vector = client.search(vector=[3 * value for value in encoded["embeddings"][0]], k=5).json()["results"]
+    of_vector = client.search(vector=[3 * value for value in answer["embeddings"][0]], k=5).json()["results"]
     assert [hit["doc_id"] for hit in of_vector] == [hit["doc_id"] for hit in of_text]
 
 
-def test_a_vector_of_any_length_has_a_direction(client):
+def test_vectors_of_any_length_are_normalised(client):
     answers = [client.search(vector=[size] * DIM, k=3).json()["results"] for size in (1.0, 1e200, 1e-200)]
     assert answers[0] == answers[1] == answers[2]
 
@@ -95,12 +95,12 @@ def test_explained_results_have_their_scores(client):
         assert hit["explain"]["rerank"] is None
 
 
-def test_similar_searches_by_the_documents_own_vector(client, index):
+def test_similar_searches_with_the_vector_of_the_document(client, index):
     answer = client("POST", "/similar", json={"doc_id": "d7", "k": 5, "filter": {"topic": "topic 0"}}).json()
     searcher = Searcher.open(index.uri)
-    found = searcher.search(searcher.vector("d7")[np.newaxis], k=6, where={"topic": "topic 0"})[0]
-    assert found[0].doc_id == "d7"
-    assert [hit["doc_id"] for hit in answer["results"]] == [result.doc_id for result in found[1:]]
+    results = searcher.search(searcher.vector("d7")[np.newaxis], k=6, where={"topic": "topic 0"})[0]
+    assert results[0].doc_id == "d7"
+    assert [hit["doc_id"] for hit in answer["results"]] == [result.doc_id for result in results[1:]]
 
 
 def test_a_document_is_found_by_its_id(client):
@@ -206,14 +206,14 @@ PATHS += [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_head_is_answered_as_a_get_without_its_body(client, path):
+def test_head_has_the_headers_of_get_and_no_body(client, path):
     get, head = (client(method, path, headers={"x-request-id": "a"}) for method in ("GET", "HEAD"))
     assert (head.status_code, head.content) == (get.status_code, b"")
-    assert get.content or path == "/metrics"  # of a gateway that nothing scrapes
+    assert get.content or path == "/metrics"  # this gateway has no metrics
     assert get.headers == head.headers
 
 
-def test_a_body_too_large_is_refused_with_and_without_its_length(client):
+def test_large_bodies_with_and_without_a_length_are_refused(client):
     async def pieces():
         for _ in range(5):
             yield b"x" * 1000
@@ -225,14 +225,14 @@ def test_a_body_too_large_is_refused_with_and_without_its_length(client):
     assert client.search(query="x").status_code == 200
 
 
-def test_a_request_keeps_its_own_id(client):
+def test_a_request_keeps_its_id(client):
     answer = client("POST", "/search", json={"query": "x"}, headers={"x-request-id": "mine-17"})
     assert (answer.headers["x-request-id"], answer.json()["request_id"]) == ("mine-17", "mine-17")
     for odd in ("a b", "x" * 65, "\x7f"):
         assert client("GET", "/info", headers={"x-request-id": odd}).headers["x-request-id"] != odd
 
 
-def test_the_page_may_run_nothing_but_its_own(client):
+def test_the_page_may_run_only_its_own_scripts(client):
     page = client("GET", "/")
     assert page.headers["content-type"].startswith("text/html")
     assert "require-trusted-types-for 'script'" in page.headers["content-security-policy"]
@@ -251,7 +251,7 @@ def test_the_page_may_run_nothing_but_its_own(client):
         (None, b'{"query": "x"}'),
     ],
 )
-def test_a_body_that_is_no_json_is_refused_by_its_name(client, kind, body):
+def test_a_body_of_another_content_type_is_refused(client, kind, body):
     headers = {} if kind is None else {"content-type": kind}
     answer = client("POST", "/search", content=body, headers=headers)
     assert answer.status_code == 415
@@ -263,13 +263,13 @@ def test_a_body_that_is_no_json_is_refused_by_its_name(client, kind, body):
 def test_only_pages_of_listed_origins_may_call(index: Artifact, query_tower: Artifact):
     page, other = "https://shop.example", "https://other.example"
     options = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    for listed in ((), (page,)):
-        config = ServeConfig(cors_origins=listed)
+    for origins in ((), (page,)):
+        config = ServeConfig(cors_origins=origins)
         client = Client(api.build(service(index, query_tower, config), config))
         for origin in (page, other):
-            allowed = origin if origin in listed else None
+            allowed = origin if origin in origins else None
             before = client("OPTIONS", "/search", headers={"origin": origin, **options})
             answer = client("POST", "/search", json={"query": "x"}, headers={"origin": origin})
-            found = [each.headers.get("access-control-allow-origin") for each in (before, answer)]
-            assert found == [allowed, allowed]
+            allowed_origins = [each.headers.get("access-control-allow-origin") for each in (before, answer)]
+            assert allowed_origins == [allowed, allowed]
         client.close()

@@ -32,14 +32,14 @@ ROOT = Path(app.__file__).parents[2]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "serve").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_deployment_file_is_one_that_serve_accepts(path):
+def test_serve_accepts_every_deployment_file(path):
     schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
     http = schema.http_options
     (application,) = schema.applications
     module, function = application.import_path.split(":")
     assert (module, getattr(app, function)) == ("scalingnote.serve.app", app.build)
     config = AppArgs.model_validate(application.args).serve
-    # The application does not know where Serve listens: it requires keys only if both addresses agree.
+    # The application cannot read the address of Serve, so both addresses in the file must be equal.
     assert (config.host, config.port) == (http.host, http.port)
     assert http.host in LOOPBACK or (config.api_keys and not config.allow_unauthenticated)
     grpc = schema.grpc_options
@@ -47,11 +47,11 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
     assert http.request_timeout_s > max(config.deadline_s, ENCODING_DEADLINE_S)
 
 
-def test_a_port_that_is_taken_is_named():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_a_port_in_use_is_in_the_error():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*serve.port"):
             launch._free_port("127.0.0.1", port)
     assert launch._free_port("127.0.0.1", port) == port
@@ -63,18 +63,18 @@ def test_a_running_proxy_is_used_if_it_fits(monkeypatch):
         status = SimpleNamespace(applications=dict.fromkeys(names))
         monkeypatch.setattr(launch.serve, "status", lambda: status)
 
-    door = HTTPOptions(host="127.0.0.1", port=8123)
+    proxy = HTTPOptions(host="127.0.0.1", port=8123)
     served("another")
-    assert launch._port(ServeConfig(port=8000), door) == 8123
+    assert launch._port(ServeConfig(port=8000), proxy) == 8123
     with pytest.raises(ConfigError, match=r"listens on 0\.0\.0\.0 .*, not on 127"):
         launch._port(ServeConfig(), HTTPOptions(host="0.0.0.0"))
     served("another", launch.APPLICATION_NAME)
     with pytest.raises(ConfigError, match="serves 'scalingnote' already, at port 8123"):
-        launch._port(ServeConfig(), door)
+        launch._port(ServeConfig(), proxy)
 
 
 class Clock:
-    """Seconds that pass only while something sleeps."""
+    """A clock that moves only during `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -86,7 +86,7 @@ class Clock:
         self.now += seconds
 
 
-def test_a_proxy_that_is_slow_to_start_is_waited_for(monkeypatch, caplog):
+def test_the_start_waits_for_a_slow_proxy(monkeypatch, caplog):
     monkeypatch.setattr(launch, "time", Clock())
     answers = iter([TimeoutError("HTTP proxies not available after 60s."), RayActorError(), None])
 
@@ -104,13 +104,13 @@ def test_a_proxy_that_is_slow_to_start_is_waited_for(monkeypatch, caplog):
         launch._until_it_answers(never, deadline=5)
 
 
-def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeypatch):
+def test_the_fast_ingress_needs_keys_or_an_explicit_option(tmp_path, monkeypatch):
     keys = str(tmp_path / "keys")
-    chosen = [
+    is_fast = [
         bool(serve_config.environment(ServeConfig(**knobs)))
         for knobs in ({}, {"api_keys": keys}, {"allow_unauthenticated": True}, {"ingress": "haproxy"})
     ]
-    assert chosen == [False, True, True, True]
+    assert is_fast == [False, True, True, True]
     assert not serve_config.environment(ServeConfig(api_keys=keys, ingress="python"))
     monkeypatch.setattr(serve_config, "find_spec", lambda _: None)
     assert not serve_config.environment(ServeConfig(api_keys=keys))
@@ -118,7 +118,7 @@ def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeyp
         serve_config.environment(ServeConfig(ingress="haproxy"))
 
 
-def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
+def test_given_settings_override_those_of_the_run(tmp_path):
     run = RunConfig.model_validate(
         {
             "dataset": {"name": "python_docs"},
@@ -129,12 +129,11 @@ def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
     config = serve_config.merge_sections(run.run_dir, run.serve, ServeConfig(limits={"max_k": 9}))
     assert (config.limits.max_k, config.limits.burst) == (9, 3)
     assert config.state == f"{tmp_path}/serve"
-    written = validate(RunConfig, dump(run), source="run.yaml")  # with all settings, also those left open
-    assert serve_config.merge_sections(written.run_dir, written.serve).state == f"{tmp_path}/serve"
+    reread = validate(RunConfig, dump(run), source="run.yaml")  # it has all settings, also defaults
+    assert serve_config.merge_sections(reread.run_dir, reread.serve).state == f"{tmp_path}/serve"
     elsewhere = ServeConfig(state=f"{tmp_path}/elsewhere")
     assert (
-        serve_config.merge_sections(written.run_dir, written.serve, elsewhere).state
-        == f"{tmp_path}/elsewhere"
+        serve_config.merge_sections(reread.run_dir, reread.serve, elsewhere).state == f"{tmp_path}/elsewhere"
     )
 
 
@@ -172,12 +171,12 @@ REFUSED += [(ServeConfig, {"deployments": {part: placed}}, reason) for part, pla
 
 
 @pytest.mark.parametrize(("model", "values", "message"), REFUSED)
-def test_settings_at_odds_are_refused(model, values, message):
+def test_contradicting_settings_are_refused(model, values, message):
     with pytest.raises(ConfigError, match=message):
         validate(model, values, source="serve")
 
 
-def test_what_is_missing_is_refused_before_ray_starts(tmp_path):
+def test_missing_artifacts_are_refused_before_ray_starts(tmp_path):
     with pytest.raises(ConfigError, match="scalingnote run CONFIG"):
         commands._serve({"run_dir": str(tmp_path)}, ())
     with pytest.raises(ConfigError, match="no query tower"):
@@ -185,7 +184,7 @@ def test_what_is_missing_is_refused_before_ray_starts(tmp_path):
 
 
 def deployed(application: Any) -> Deployment:
-    """The deployment of a bound application, with the options that Ray gets."""
+    """Return the deployment of a bound application, with the options for Ray."""
     return application._bound_deployment
 
 

@@ -1,4 +1,4 @@
-"""A service of an index in a bucket: each searcher maps the documents of its shards, a gateway none."""
+"""A service of an index in a bucket: each searcher maps the documents of its shards, the gateway none."""
 
 import logging
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
 
 @pytest.fixture(scope="module")
 def bucket(s3_port: int) -> Iterator[str]:
-    """The URI of an empty bucket."""
+    """Yield the URI of an empty bucket."""
     moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
     import boto3
 
@@ -38,7 +38,7 @@ def bucket(s3_port: int) -> Iterator[str]:
 def url(
     cluster: None, bucket: str, index: Artifact, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """A gateway before two searchers with a shard each."""
+    """Yield the URL of a gateway with two searchers of one shard each."""
     for file in Path(index.uri).rglob("*"):
         if file.is_file():
             fs.write_bytes(f"{bucket}/index/{file.relative_to(index.uri)}", file.read_bytes())
@@ -57,18 +57,18 @@ def url(
 
 
 def mapped_documents() -> dict[str, set[int]]:
-    """Of each replica, by its name, the shards whose documents it has mapped."""
-    found: dict[str, set[int]] = {}
+    """Return for each replica, by its name, the shards with documents that it has mapped."""
+    shards: dict[str, set[int]] = {}
     for process in psutil.Process().children(recursive=True):
         name = "".join(process.cmdline())
         if "ServeReplica" in name:
             paths = [each.path for each in process.memory_maps()]
             part = name.partition("scalingnote:")[2].partition(".")[0]
-            found[part] = {n for n in (0, 1) if any(path.endswith(documents_file(n)) for path in paths)}
-    return found
+            shards[part] = {n for n in (0, 1) if any(path.endswith(documents_file(n)) for path in paths)}
+    return shards
 
 
-def test_answers_have_the_documents_that_their_searchers_hold(url: str, index: Artifact):
+def test_answers_have_the_documents_of_their_searchers(url: str, index: Artifact):
     _, answer = call(url, "/search", query="bakoli menura", k=20, explain=True)
     assert (answer["degraded"], len(answer["results"])) == ([], 20)
     assert {hit["explain"]["shard"] for hit in answer["results"]} == {0, 1}

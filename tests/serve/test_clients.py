@@ -1,4 +1,4 @@
-"""The clients that people have, before a running server: they get what our encoders give."""
+"""Common clients with a running server: they receive the embeddings of our encoders."""
 
 import asyncio
 import importlib.util
@@ -27,7 +27,7 @@ from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.towers import DocumentTower, document_encoder
 from scalingnote.storage.artifact import Artifact
 
-# Looked for, not imported: both test processes collect this file, one of them runs it.
+# The clients are not imported here: both test processes collect this file, and only one of them runs it.
 for client in ("openai", "langchain_core", "llama_index", "haystack"):
     if importlib.util.find_spec(client) is None:
         pytest.skip(f"{client} is not installed", allow_module_level=True)
@@ -45,7 +45,7 @@ def document_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def url(index: Artifact, query_tower: Artifact, document_tower: Artifact) -> Iterator[str]:
-    """A gateway with keys and both towers behind a real port; Ray Serve's own is in test_served_index."""
+    """Yield the URL of a gateway with keys and both towers; test_served_index tests one in Ray Serve."""
     config = ServeConfig(deadline_s=20)
     documents = LocalHandle(DocumentTower((document_tower.uri, "dual_encoder")))
     admission = Admission(config.limits, frozenset([sha256(KEY.encode()).digest()]))
@@ -56,7 +56,7 @@ def url(index: Artifact, query_tower: Artifact, document_tower: Artifact) -> Ite
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"  # what connects before it is up waits
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"  # early connections wait until it is up
         server.should_exit = True
         thread.join()
 
@@ -67,7 +67,7 @@ def unit(vectors: ndarray) -> ndarray:
 
 @pytest.fixture(scope="module")
 def sides(query_tower: Artifact, document_tower: Artifact) -> dict[str, Any]:
-    """Unit embeddings by our encoders."""
+    """Return functions that compute unit embeddings by our encoders."""
     encoder = Encoder.load(query_tower.directory("query"))
     as_document = document_encoder(document_tower.directory("document")).encode
     return {
@@ -76,20 +76,20 @@ def sides(query_tower: Artifact, document_tower: Artifact) -> dict[str, Any]:
     }
 
 
-def test_openai_s_client_works_with_its_default_settings(url, sides):
+def test_the_openai_client_works_with_its_default_settings(url, sides):
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
     assert {model.id for model in client.models.list()} >= {MODEL, f"{MODEL}-document"}
     for name, side in ((MODEL, "query"), (f"{MODEL}-query", "query"), (f"{MODEL}-document", "document")):
-        answer = client.embeddings.create(model=name, input=TEXTS)  # asks for base64
-        found = np.asarray([row.embedding for row in answer.data])
-        np.testing.assert_allclose(found, sides[side](TEXTS), atol=1e-6)
+        answer = client.embeddings.create(model=name, input=TEXTS)  # requests base64
+        embeddings = np.asarray([row.embedding for row in answer.data])
+        np.testing.assert_allclose(embeddings, sides[side](TEXTS), atol=1e-6)
         assert answer.usage.total_tokens > len(TEXTS)
-    chosen = client.embeddings.create(
+    answer_by_side = client.embeddings.create(
         model=MODEL, input="zo", encoding_format="float", extra_body={"input_type": "document"}
     )
-    np.testing.assert_allclose(chosen.data[0].embedding, sides["document"](["zo"])[0], atol=1e-6)
+    np.testing.assert_allclose(answer_by_side.data[0].embedding, sides["document"](["zo"])[0], atol=1e-6)
     with pytest.raises(openai.NotFoundError, match="there are"):
         client.embeddings.create(model="another", input="zo")
     with pytest.raises(openai.BadRequestError, match="dimensions"):
@@ -104,13 +104,13 @@ def test_a_request_may_have_two_thousand_texts(url, sides):
     texts = [f"bakoli {number}" for number in range(2048)]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
     rows = client.embeddings.create(model=MODEL, input=texts).data
-    found = np.asarray([rows[n].embedding for n in (0, 1000, 2047)])
-    np.testing.assert_allclose(found, sides["query"]([texts[n] for n in (0, 1000, 2047)]), atol=1e-6)
+    embeddings = np.asarray([rows[n].embedding for n in (0, 1000, 2047)])
+    np.testing.assert_allclose(embeddings, sides["query"]([texts[n] for n in (0, 1000, 2047)]), atol=1e-6)
     with pytest.raises(openai.BadRequestError, match="up to 2048"):
         client.embeddings.create(model=MODEL, input=[*texts, "more"])
 
 
-def test_langchain_keeps_the_sides_apart(url, sides):
+def test_langchain_uses_the_right_side(url, sides):
     from scalingnote.integrations.langchain import ScalingNoteEmbeddings, ScalingNoteRetriever
 
     embeddings = ScalingNoteEmbeddings(url, api_key=KEY)
@@ -119,19 +119,19 @@ def test_langchain_keeps_the_sides_apart(url, sides):
     of_async = asyncio.run(embeddings.aembed_query(TEXTS[0]))
     np.testing.assert_allclose(of_async, sides["query"](TEXTS)[0], atol=1e-6)
     topic = {"topic": "topic 3"}
-    found = ScalingNoteRetriever(url=url, k=4, filter=topic, api_key=KEY).invoke(TEXTS[0])
-    assert [document.metadata["topic"] for document in found] == ["topic 3"] * 4
-    assert found[0].page_content.startswith(found[0].metadata["title"])
+    results = ScalingNoteRetriever(url=url, k=4, filter=topic, api_key=KEY).invoke(TEXTS[0])
+    assert [document.metadata["topic"] for document in results] == ["topic 3"] * 4
+    assert results[0].page_content.startswith(results[0].metadata["title"])
 
 
-def test_llama_index_keeps_the_sides_apart(url, sides):
+def test_llama_index_uses_the_right_side(url, sides):
     from scalingnote.integrations.llama_index import ScalingNoteEmbedding, ScalingNoteRetriever
 
     embedding = ScalingNoteEmbedding(url, api_key=KEY)
-    found = embedding.get_text_embedding_batch(TEXTS)
-    np.testing.assert_allclose(found, sides["document"](TEXTS), atol=1e-6)
-    found = asyncio.run(embedding.aget_text_embedding_batch(TEXTS))
-    np.testing.assert_allclose(found, sides["document"](TEXTS), atol=1e-6)
+    vectors = embedding.get_text_embedding_batch(TEXTS)
+    np.testing.assert_allclose(vectors, sides["document"](TEXTS), atol=1e-6)
+    vectors = asyncio.run(embedding.aget_text_embedding_batch(TEXTS))
+    np.testing.assert_allclose(vectors, sides["document"](TEXTS), atol=1e-6)
     np.testing.assert_allclose(embedding.get_query_embedding(TEXTS[0]), sides["query"](TEXTS)[0], atol=1e-6)
     retriever = ScalingNoteRetriever(url, k=4, filter={"topic": "topic 3"}, api_key=KEY)
     nodes = retriever.retrieve(TEXTS[0])
@@ -140,7 +140,7 @@ def test_llama_index_keeps_the_sides_apart(url, sides):
     assert [node.score for node in nodes] == sorted((node.score for node in nodes), reverse=True)
 
 
-def test_haystack_keeps_the_sides_apart(url, sides):
+def test_haystack_uses_the_right_side(url, sides):
     from haystack import Document
     from haystack.utils import Secret
 
@@ -152,8 +152,8 @@ def test_haystack_keeps_the_sides_apart(url, sides):
 
     key = Secret.from_token(KEY)
     documents = [Document(content=text) for text in TEXTS]
-    found = ScalingNoteDocumentEmbedder(url, key).run(documents)["documents"]
-    np.testing.assert_allclose([each.embedding for each in found], sides["document"](TEXTS), atol=1e-6)
+    embedded = ScalingNoteDocumentEmbedder(url, key).run(documents)["documents"]
+    np.testing.assert_allclose([each.embedding for each in embedded], sides["document"](TEXTS), atol=1e-6)
     query = ScalingNoteTextEmbedder(url, key).run(TEXTS[0])["embedding"]
     np.testing.assert_allclose(query, sides["query"](TEXTS)[0], atol=1e-6)
     hits = ScalingNoteRetriever(url, 4, key).run(TEXTS[0], filters={"topic": "topic 3"})["documents"]

@@ -1,4 +1,4 @@
-"""Batches, calls with a deadline, periodic tasks: a slow or failing call costs the others nothing."""
+"""Batches, calls with a deadline, periodic tasks: a slow or failing call does not affect the others."""
 
 import asyncio
 import logging
@@ -13,22 +13,22 @@ from scalingnote.serve.concurrency import Batcher, WorkerThread, gather_in_time
 
 def test_calls_during_a_batch_form_the_next_one():
     batches: list[list[int]] = []
-    begun, go_on = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
 
     def work(batch):
         batches.append(list(batch))
-        begun.set()
+        started.set()
         go_on.wait(10)
         return [10 * each for each in batch]
 
     async def crowd():
         batcher = Batcher(work, max_batch=3, thread=WorkerThread("work"))
         first = asyncio.create_task(batcher(0))
-        await asyncio.to_thread(begun.wait, 10)
-        gone = asyncio.create_task(batcher(9))
+        await asyncio.to_thread(started.wait, 10)
+        cancelled = asyncio.create_task(batcher(9))
         others = [asyncio.create_task(batcher(number)) for number in range(1, 6)]
         await asyncio.sleep(0)
-        gone.cancel()  # it is left out of its batch
+        cancelled.cancel()  # its batch leaves it out
         go_on.set()
         return await asyncio.gather(first, *others)
 
@@ -46,23 +46,23 @@ def test_a_loop_batcher_works_in_the_event_loop():
 
     async def crowd():
         at_once = Batcher(work, max_batch=3)
-        gone = asyncio.create_task(at_once(9))
+        cancelled = asyncio.create_task(at_once(9))
         tasks = [asyncio.create_task(at_once(number)) for number in range(5)]
         await asyncio.sleep(0)
-        gone.cancel()  # before its batch is formed
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        return [*found, await at_once(7)]
+        cancelled.cancel()  # before its batch is formed
+        outputs = await asyncio.gather(*tasks, return_exceptions=True)
+        return [*outputs, await at_once(7)]
 
-    *found, last = asyncio.run(crowd())
-    assert [each for each in found if not isinstance(each, Exception)] == [0, 10, 20, 40]
-    assert isinstance(found[3], ValueError)
+    *outputs, last = asyncio.run(crowd())
+    assert [each for each in outputs if not isinstance(each, Exception)] == [0, 10, 20, 40]
+    assert isinstance(outputs[3], ValueError)
     assert last == 70
     assert [number for batch in batches for number in batch if number != 9] == [0, 1, 2, 3, 4, 7]
     assert max(map(len, batches)) <= 3
 
 
 @pytest.mark.parametrize("thread", [None, WorkerThread("work")])
-def test_an_error_of_one_call_or_of_the_whole_batch(thread):
+def test_an_error_is_of_one_call_or_of_the_batch(thread):
     def work(batch):
         if "all" in batch:
             raise OSError("the disk is gone")
@@ -78,7 +78,7 @@ def test_an_error_of_one_call_or_of_the_whole_batch(thread):
     assert all(isinstance(each, OSError) for each in asyncio.run(call("all", "all")))
 
 
-def test_a_slow_or_failing_call_costs_the_others_nothing():
+def test_a_slow_or_failing_call_does_not_affect_others():
     cancelled = []
 
     async def answer(value: int, *, after_s: float = 0.0) -> int:
@@ -102,7 +102,7 @@ def test_a_slow_or_failing_call_costs_the_others_nothing():
 
     double = Batcher(lambda values: [2 * value for value in values], max_batch=8)
     fail_all = Batcher(lambda values: [OSError("the disk is gone") for _ in values], max_batch=8)
-    stuck = [answer(n, after_s=600) for n in range(50)]  # ten seconds, were the deadlines added up
+    stuck = [answer(n, after_s=600) for n in range(50)]  # ten seconds if the deadlines were added up
     calls = [answer(1, after_s=0.05), answer(2), fail(), answer(4), answer_at_once(), answer_late()]
     calls += [double(4), fail_all(0), *stuck]
     start = time.monotonic()
@@ -125,7 +125,8 @@ def test_a_slow_or_failing_call_costs_the_others_nothing():
 
 
 def test_a_series_of_failures_logs_two_lines(caplog: pytest.LogCaptureFixture, monkeypatch):
-    monkeypatch.setattr(concurrency, "log", logging.getLogger("following"))  # Serve's has handlers of its own
+    # The logger of Serve has its own handlers.
+    monkeypatch.setattr(concurrency, "log", logging.getLogger("following"))
     caplog.set_level(logging.INFO)
     turns = 0
 
@@ -143,6 +144,6 @@ def test_a_series_of_failures_logs_two_lines(caplog: pytest.LogCaptureFixture, m
 
     asyncio.run(until(9))
     lines = [(record.levelname, record.message) for record in caplog.records if record.name == "following"]
-    failed = ("ERROR", "looking failed; it is tried again every 0 s")
+    failed = ("ERROR", "looking failed; it is retried every 0 s")
     assert lines == [failed, ("INFO", "looking works again")] * 2
     assert "the storage is away" in caplog.text

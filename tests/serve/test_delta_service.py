@@ -1,4 +1,4 @@
-"""A gateway, two groups of searchers and a delta: what is written, replaced and deleted is what is shown."""
+"""A gateway, two groups of searchers and a delta: answers show all writes, replacements and deletions."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ Truth = dict[str, np.ndarray]
 
 
 class NumberedTexts:
-    """In place of a document encoder: the text of a document is the number of its vector in NEW."""
+    """A fake document encoder: the text of a document is the number of its vector in NEW."""
 
     def __init__(self, index: str) -> None:
         self._index = index
@@ -51,9 +51,9 @@ class NumberedTexts:
             "snippet": [row["content"] for row in documents],
             "semantic_id": ["" for _ in documents],
         }
-        found = NEW[[int(row["content"]) for row in documents]]
+        rows = NEW[[int(row["content"]) for row in documents]]
         cost = Cost(cut_texts=len(documents), lost_tokens=7)
-        return {self._index: IndexRows(pa.table(columns, schema=SHARD_DOCUMENTS), found, [], cost)}
+        return {self._index: IndexRows(pa.table(columns, schema=SHARD_DOCUMENTS), rows, [], cost)}
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def folder(tmp_path: Path) -> str:
 @pytest.fixture
 def truth(index: Artifact) -> Truth:
     searcher = Searcher.open(index.uri)
-    found = {f"d{n}": searcher.vector(f"d{n}") for n in range(len(searcher))}
-    return {name: vector for name, vector in found.items() if vector is not None}
+    all_vectors = {f"d{n}": searcher.vector(f"d{n}") for n in range(len(searcher))}
+    return {name: vector for name, vector in all_vectors.items() if vector is not None}
 
 
 def opened(
@@ -74,11 +74,11 @@ def opened(
     catalog = LiveCatalog(folder, LivePair(index.uri), delta=True)
     live = LiveServe(folder=folder, delta=True)
     config = ServeConfig(deadline_s=60, live=live)
-    if aggregated:  # fewer groups than are allowed: this index has two
+    if aggregated:  # set without validation: this index has only two groups
         config = config.model_copy(update={"groups_per_aggregator": 1})
     searchers = [LocalHandle(IndexSearcher(catalog, shards=[group], mapped=group == 1)) for group in range(2)]
     writer = Writer(catalog, live)
-    made = [Aggregator([searchers[group]], [group], False) for group in range(2)]
+    aggregators = [Aggregator([searchers[group]], [group], False) for group in range(2)]
     arms = [
         ServedArm("default", LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student")))), "", False)
     ]
@@ -87,7 +87,7 @@ def opened(
             arms,
             catalog,
             searchers,
-            [in_another_process(each) for each in made] if aggregated else [],
+            [in_another_process(each) for each in aggregators] if aggregated else [],
             document_encoder=LocalHandle(NumberedTexts(index.uri)),
             writer=LocalHandle(writer),
         ),
@@ -97,7 +97,7 @@ def opened(
 
 
 def in_another_process(aggregator: Any) -> Any:
-    """A handle that the gateway does not take for a part of its own process: it sends pickled queries."""
+    """Return a handle like one of another process, to which the gateway sends pickled queries."""
     return SimpleNamespace(
         search_many=SimpleNamespace(remote=aggregator.search_many),
         ping=SimpleNamespace(remote=aggregator.ping),
@@ -108,10 +108,10 @@ def in_another_process(aggregator: Any) -> Any:
 def served(
     index: Artifact, query_tower: Artifact, folder: str, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Client, Writer, Service]]:
-    found = opened(index, query_tower, folder, aggregated=request.param)
-    yield found
-    found[0].close()
-    found[1].close()
+    parts = opened(index, query_tower, folder, aggregated=request.param)
+    yield parts
+    parts[0].close()
+    parts[1].close()
 
 
 def write(client: Client, truth: Truth, numbers: Mapping[str, int], *, topic: str = "new") -> None:
@@ -142,13 +142,13 @@ def agree(client: Client, truth: Truth, *, version: str = "0") -> None:
             assert (answer["index_version"], answer["shards_answered"]) == (version, 2)
             assert (answer["missing_groups"], answer["degraded"]) == ([], [])
             for hit in answer["results"]:
-                shown = client("GET", f"/documents/{hit['doc_id']}").json()
-                assert {"title", "snippet"} <= shown.keys()
-                assert shown.items() <= hit.items()
+                document = client("GET", f"/documents/{hit['doc_id']}").json()
+                assert {"title", "snippet"} <= document.keys()
+                assert document.items() <= hit.items()
 
 
 @pytest.mark.parametrize("served", [False, True], indirect=True, ids=["groups", "aggregators"])
-def test_writes_replace_and_hide_what_the_groups_have(served, truth, index):
+def test_writes_replace_and_hide_documents_of_the_groups(served, truth, index):
     client, _, _ = served
     agree(client, truth)
     write(client, truth, {f"d{n}": n // 5 for n in range(0, 420, 7)})
@@ -172,9 +172,7 @@ def test_writes_replace_and_hide_what_the_groups_have(served, truth, index):
     assert client("GET", "/healthz").json()["status"] == "ok"
 
 
-def test_a_fold_and_a_rollback_change_no_answer_and_a_restart_replays_the_log(
-    served, truth, index, query_tower, folder
-):
+def test_answers_survive_a_fold_a_rollback_and_a_restart(served, truth, index, query_tower, folder):
     client, writer, service = served
     write(client, truth, {f"d{n}": n // 5 for n in range(0, 420, 7)})
     delete(client, truth, ["d1", "d2"])
@@ -190,14 +188,14 @@ def test_a_fold_and_a_rollback_change_no_answer_and_a_restart_replays_the_log(
     again, second, _ = opened(index, query_tower, folder)
     agree(again, truth, version="0")
     write(again, truth, {"d2": 102})
-    client.wait(service.versions.deltas.refresh())  # the other gateway, which would read the log by itself
+    client.wait(service.versions.deltas.refresh())  # of the first gateway, in place of its periodic task
     agree(client, truth, version="0")
     agree(again, truth, version="0")
     again.close()
     second.close()
 
 
-def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index, tmp_path):
+def test_an_index_with_a_delta_is_divided_into_groups(index, tmp_path):
     catalog = LiveCatalog(str(tmp_path), LivePair(index.uri), delta=True)
 
     def groups(**live: Any) -> tuple[range, ...]:
@@ -206,10 +204,10 @@ def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index, tmp_path):
 
     assert groups(delta=True) == (range(1), range(1, 2))
     assert groups() == (range(2),)
-    ServeConfig(live=LiveServe(folder="here", delta=True), mapped=True)  # searchers add no vectors
+    ServeConfig(live=LiveServe(folder="here", delta=True), mapped=True)  # valid: searchers add no vectors
 
 
-def test_a_delta_that_does_not_answer_is_named(served, truth, monkeypatch):
+def test_a_delta_without_an_answer_is_a_missing_group(served, truth, monkeypatch):
     client, _, service = served
     write(client, truth, {"d0": 0})
     deltas = service.versions.deltas
@@ -232,23 +230,23 @@ def test_a_delta_that_does_not_answer_is_named(served, truth, monkeypatch):
     assert client("GET", "/healthz").json()["status"] == "ok"
 
 
-def test_a_query_that_is_pickled_is_not_changed_meanwhile(served, truth):
+def test_the_delta_does_not_change_the_query_of_the_groups(served, truth):
     client, _, service = served
     write(client, truth, {"d0": 0})
-    asked = []
+    unchanged = []
 
     async def groups(query: Query, _: float) -> Refused:
         before = {**vars(query)}
         await asyncio.sleep(0.2)  # the delta is searched
-        asked.append(vars(query) == before)
+        unchanged.append(vars(query) == before)
         return Refused("none")
 
     query = Query(NEW[:1], version="0")
     client.wait(service.versions.deltas.search(query, 60.0, groups))
-    assert asked == [True]
+    assert unchanged == [True]
 
 
-def test_a_document_without_a_readable_store_has_its_id(served, truth, monkeypatch):
+def test_without_a_store_documents_of_the_delta_are_complete(served, truth, monkeypatch):
     client, _, service = served
     write(client, truth, {"d0": 0})
     monkeypatch.setattr(service.versions.documents, "_stores", {})

@@ -1,4 +1,4 @@
-"""Embeddings in the forms of OpenAI and TEI: equal to our encoders', limited and refused like every path."""
+"""Embeddings in the forms of OpenAI and TEI: equal to those of our encoders, with limits and refusals."""
 
 import asyncio
 import base64
@@ -44,19 +44,19 @@ TEXTS = ["join tensors", "tensors", "", "arrays along a new axis"]
 
 
 def router(path: Path) -> Path:
-    """As `scalingnote distill` publishes: a table of random rows for queries, a transformer for documents."""
+    """Write a router like `scalingnote distill`: a random table for queries, a transformer for documents."""
     dense = [(published.HIDDEN, True, nn.Tanh())]
     teacher = published.folder(path / "teacher", prompts=published.PROMPTS, dense=dense)
     dual_encoder.load_tower(teacher, "document").save(path / "document")
-    learnt = families.tokenizer().backend_tokenizer
-    made = lookup.build(
-        LookupConfig(max_length=64), dim=published.HIDDEN, tokenizer_json=learnt.to_str(), seed=0
+    tokenizer = families.tokenizer().backend_tokenizer
+    table = lookup.build(
+        LookupConfig(max_length=64), dim=published.HIDDEN, tokenizer_json=tokenizer.to_str(), seed=0
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for value in made.parameters():
+        for value in table.parameters():
             value.normal_(0.1, 0.3, generator=generator)
-    made.save(path / "query")
+    table.save(path / "query")
     write_router(path / "query", path / "document", path / NAME)
     return path / NAME
 
@@ -71,16 +71,16 @@ def client(folder: Path) -> Iterator[Client]:
     config = ServeConfig(rerank="a fake")
     served = artifacts.find(AppArgs(model=str(folder), serve=config))
     embeddings = EmbeddingService(replace(towers_of(served), reranker=LocalHandle(Reranker())), config)
-    made = Client(api.build(embeddings, config))
+    http_client = Client(api.build(embeddings, config))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MAX_TEXTS", 200), ("MAX_TEXT_CHARS", 400), ("MAX_RERANKED", 3)):
             patch.setattr(f"scalingnote.serve.embeddings.{name}", value)
-        yield made
-    made.close()
+        yield http_client
+    http_client.close()
 
 
 def towers_of(served: Any) -> Deployed:
-    """Both towers of a model, loaded in this process."""
+    """Load both towers of a model in this process."""
     assert isinstance(served, artifacts.ServedTower)
     assert served.query is not None
     assert served.document is not None
@@ -91,7 +91,7 @@ def towers_of(served: Any) -> Deployed:
 
 @pytest.fixture(scope="module")
 def dot_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published model whose embeddings have a length of their own."""
+    """Return the folder of a published model with embeddings of different lengths."""
     path = published.folder(tmp_path_factory.mktemp("dot"), pooling="mean_sqrt_len_tokens", normalise=False)
     settings = path / "config_sentence_transformers.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"similarity_fn_name": "dot"}))
@@ -101,9 +101,9 @@ def dot_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_embeddings_of_a_dot_model_keep_their_length(dot_model: Path):
     served = artifacts.find(AppArgs(model=str(dot_model), serve=ServeConfig(query_form="torch")))
     assert served.similarity == "dot"
-    made = EmbeddingService(towers_of(served), served.config)
+    embeddings = EmbeddingService(towers_of(served), served.config)
     library = SentenceTransformer(str(dot_model), device="cpu")
-    with closing(Client(api.build(made, served.config))) as client:
+    with closing(Client(api.build(embeddings, served.config))) as client:
 
         def vectors(path: str, **body: Any) -> ndarray:
             answer = client("POST", path, json=body).json()
@@ -111,17 +111,17 @@ def test_embeddings_of_a_dot_model_keep_their_length(dot_model: Path):
             return np.array(rows)
 
         for role, encode in (("query", library.encode_query), ("document", library.encode_document)):
-            whole, options = encode(TEXTS), {"model": served.name, "input": TEXTS, "input_type": role}
-            assert np.ptp(np.linalg.norm(whole, axis=1)) > 1
-            np.testing.assert_allclose(vectors("/v1/embeddings", **options), whole, atol=1e-4)
+            uncut, options = encode(TEXTS), {"model": served.name, "input": TEXTS, "input_type": role}
+            assert np.ptp(np.linalg.norm(uncut, axis=1)) > 1
+            np.testing.assert_allclose(vectors("/v1/embeddings", **options), uncut, atol=1e-4)
             cut = vectors("/v1/embeddings", **options, dimensions=8)
-            np.testing.assert_allclose(cut, whole[:, :8], atol=1e-4)
-            given = {"inputs": TEXTS, "prompt_name": role}
-            np.testing.assert_allclose(vectors("/embed", **given), whole, atol=1e-4)
-            unit = vectors("/embed", **given, normalize=True)
+            np.testing.assert_allclose(cut, uncut[:, :8], atol=1e-4)
+            body_of_tei = {"inputs": TEXTS, "prompt_name": role}
+            np.testing.assert_allclose(vectors("/embed", **body_of_tei), uncut, atol=1e-4)
+            unit = vectors("/embed", **body_of_tei, normalize=True)
             np.testing.assert_allclose(np.linalg.norm(unit, axis=1), 1, rtol=1e-5)
-        compared = {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS}}
-        scores = client("POST", "/similarity", json=compared).json()
+        comparison = {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS}}
+        scores = client("POST", "/similarity", json=comparison).json()
         expected = library.similarity(library.encode_query(TEXTS[:1]), library.encode_document(TEXTS))
         np.testing.assert_allclose(scores, expected[0], rtol=1e-4)
 
@@ -142,18 +142,18 @@ def as_document(folder: Path) -> Any:
     return unit
 
 
-def openai(client: Client, given: Any, **more: Any) -> ndarray:
-    answer = client("POST", "/v1/embeddings", json={"model": NAME, "input": given, **more}).json()
+def openai(client: Client, texts: Any, **more: Any) -> ndarray:
+    answer = client("POST", "/v1/embeddings", json={"model": NAME, "input": texts, **more}).json()
     EmbeddingList.model_validate(answer)
     assert [row["index"] for row in answer["data"]] == [*range(len(answer["data"]))]
     return np.asarray([row["embedding"] for row in answer["data"]])
 
 
-def test_both_sides_of_a_model_are_served_in_both_forms(client, as_query, as_document):
-    for chosen in ({}, {"input_type": "query"}, {"input_type": "search_query"}, {"model": f"{NAME}-query"}):
-        np.testing.assert_allclose(openai(client, TEXTS, **chosen), as_query(TEXTS), atol=1e-6)
-    for chosen in ({"input_type": "passage"}, {"input_type": "document"}, {"model": f"{NAME}-document"}):
-        np.testing.assert_allclose(openai(client, TEXTS, **chosen), as_document(TEXTS), atol=1e-6)
+def test_both_sides_of_a_model_answer_in_both_forms(client, as_query, as_document):
+    for options in ({}, {"input_type": "query"}, {"input_type": "search_query"}, {"model": f"{NAME}-query"}):
+        np.testing.assert_allclose(openai(client, TEXTS, **options), as_query(TEXTS), atol=1e-6)
+    for options in ({"input_type": "passage"}, {"input_type": "document"}, {"model": f"{NAME}-document"}):
+        np.testing.assert_allclose(openai(client, TEXTS, **options), as_document(TEXTS), atol=1e-6)
     np.testing.assert_allclose(openai(client, "tensors", user="me")[0], as_query("tensors")[0], atol=1e-6)
     of_tei = client("POST", "/embed", json={"inputs": TEXTS, "truncate": True}).json()
     np.testing.assert_allclose(of_tei, as_query(TEXTS), atol=1e-6)
@@ -165,25 +165,25 @@ def test_both_sides_of_a_model_are_served_in_both_forms(client, as_query, as_doc
 def test_base64_has_every_bit_of_a_float32(client, more):
     coded = {"model": NAME, "input": TEXTS, "encoding_format": "base64", **more}
     rows = client("POST", "/v1/embeddings", json=coded).json()["data"]
-    found = np.stack([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in rows])
-    np.testing.assert_array_equal(found, openai(client, TEXTS, **more).astype(np.float32))
+    vectors = np.stack([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in rows])
+    np.testing.assert_array_equal(vectors, openai(client, TEXTS, **more).astype(np.float32))
 
 
-def test_fewer_dimensions_are_the_first_ones_at_length_one(client, as_query):
-    whole = as_query(TEXTS)[:, :8]
-    cut = whole / np.linalg.norm(whole, axis=1, keepdims=True)
+def test_fewer_dimensions_are_the_first_at_length_one(client, as_query):
+    uncut = as_query(TEXTS)[:, :8]
+    cut = uncut / np.linalg.norm(uncut, axis=1, keepdims=True)
     np.testing.assert_allclose(openai(client, TEXTS, dimensions=8), cut, atol=1e-6)
     of_tei = client("POST", "/embed", json={"inputs": TEXTS, "dimensions": 8}).json()
     np.testing.assert_allclose(of_tei, cut, atol=1e-6)
 
 
-def test_tei_may_keep_the_lengths_of_embeddings(client, folder, as_query):
+def test_tei_keeps_lengths_without_normalize(client, folder, as_query):
     raw = np.asarray(client("POST", "/embed", json={"inputs": TEXTS, "normalize": False}).json())
     np.testing.assert_allclose(raw, QueryEncoder(folder).encode(TEXTS, normalize=False), atol=1e-6)
     assert not np.allclose(raw, as_query(TEXTS))
 
 
-def test_tokens_are_those_of_the_tower(client, as_query):
+def test_tokens_and_counts_are_those_of_the_tower(client, as_query):
     (tokens,) = client("POST", "/tokenize", json={"inputs": "join tensors"}).json()
     plain = [token for token in tokens if not token["special"]]
     assert "".join("join tensors"[token["start"] : token["stop"]] for token in plain) == "join tensors"
@@ -210,17 +210,17 @@ def test_tokens_are_those_of_the_tower(client, as_query):
 def test_token_ids_give_the_embedding_of_their_text(client, as_query, as_document):
     text = "arrays along a new axis"
     (tokens,) = client("POST", "/tokenize", json={"inputs": text, "prompt_name": "document"}).json()
-    whole = [token["id"] for token in tokens]  # with the special tokens of the document side
-    bare = [token["id"] for token in tokens if not token["special"]]
-    assert whole != bare
-    for ids in (whole, bare):
+    all_ids = [token["id"] for token in tokens]  # with the special tokens of the document side
+    bare_ids = [token["id"] for token in tokens if not token["special"]]
+    assert all_ids != bare_ids
+    for ids in (all_ids, bare_ids):
         np.testing.assert_allclose(openai(client, [ids, ids])[1], as_query(text)[0], atol=1e-6)
-        found = openai(client, ids, input_type="document")
-        np.testing.assert_allclose(found, as_document([text]), atol=1e-6)
+        embedding = openai(client, ids, input_type="document")
+        np.testing.assert_allclose(embedding, as_document([text]), atol=1e-6)
 
 
 def test_token_ids_of_another_tokenizer_are_refused(client):
-    """Also where all are below the size of the vocabulary: their embedding would be noise, unnoticed."""
+    """Even ids below the size of the vocabulary are refused, because their embedding would be noise."""
     vocabulary = families.tokenizer().get_vocab()
     parts = [
         (vocabulary[token[:1]], vocabulary[token[1:]])
@@ -258,7 +258,7 @@ def test_a_long_text_is_refused_only_without_truncation(client, as_query):
         assert cut.status_code == 200
         body = {"inputs": texts, "prompt_name": prompt, "truncate": False}
         refused = client("POST", "/embed", json=body)
-        assert refused.status_code == 413  # as TEI answers
+        assert refused.status_code == 413  # the status of TEI
         error = refused.json()["error"]
         assert (error["code"], error["field"]) == ("too_long", "inputs")
         assert "text 1 must have at most" in error["message"]
@@ -267,14 +267,13 @@ def test_a_long_text_is_refused_only_without_truncation(client, as_query):
     inputs = {"source_sentence": "join", "sentences": [long]}
     one = {"inputs": inputs, "parameters": {"truncate": False}}
     assert client("POST", "/similarity", json=one).status_code == 413
-    np.testing.assert_allclose(
-        openai(client, long)[0], as_query(long)[0], atol=1e-6
-    )  # as OpenAI's are cut here
+    # OpenAI's form has no such option: texts are cut.
+    np.testing.assert_allclose(openai(client, long)[0], as_query(long)[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("others", [0, 50], ids=["one text", "many texts"])
 @pytest.mark.parametrize("side", ["query", "document"])
-def test_truncation_direction_chooses_the_side_that_is_read(client, side, others):
+def test_truncation_direction_sets_the_side_that_is_read(client, side, others):
     def embedded(text: str, **options: Any) -> ndarray:
         body = {"inputs": [text, *["short"] * others], "prompt_name": side, **options}
         rows = client("POST", "/embed", json=body).json()
@@ -295,31 +294,33 @@ def test_truncation_direction_chooses_the_side_that_is_read(client, side, others
     while tokens(start) < most:
         start += " o"
     assert tokens(end) == tokens(start) == most
-    whole = f"{start} and some more {end}"
-    for left in ("Left", "left"):
-        np.testing.assert_allclose(embedded(whole, truncation_direction=left), embedded(end), atol=1e-6)
+    long_text = f"{start} and some more {end}"
+    for direction in ("Left", "left"):
+        np.testing.assert_allclose(
+            embedded(long_text, truncation_direction=direction), embedded(end), atol=1e-6
+        )
     for options in (
         {"truncation_direction": "Right"},
         {"truncation_direction": None},
         {"truncate": True},
         {},
     ):
-        np.testing.assert_allclose(embedded(whole, **options), embedded(start), atol=1e-6)
+        np.testing.assert_allclose(embedded(long_text, **options), embedded(start), atol=1e-6)
     for options in ({"truncation_direction": "Left"}, {"truncation_direction": "Right"}):
         np.testing.assert_allclose(embedded("join", **options), embedded("join"), atol=1e-6)
     assert not np.allclose(embedded(end), embedded(start), atol=1e-2)
-    inputs = {"source_sentence": whole, "sentences": [end, start]}
+    inputs = {"source_sentence": long_text, "sentences": [end, start]}
     parameters = {"truncation_direction": "Left", "prompt_name": side}
     cosines = client("POST", "/similarity", json={"inputs": inputs, "parameters": parameters}).json()
     assert cosines[0] == pytest.approx(1, abs=1e-5)
     assert cosines[1] < 0.999
 
 
-def test_terms_are_never_read_from_the_end_of_a_query(folder):
+def test_terms_of_the_end_of_a_query_are_refused(folder):
     encoder = ArmEncoder(QueryPathParts((str(folder), towers.FOLDER)))
-    learnt = families.tokenizer().backend_tokenizer
+    tokenizer = families.tokenizer().backend_tokenizer
     for analysis in ("tokenizer", "words"):
-        sparse = SparseQuery(learnt, max_length=4, weighting="counts", analysis=analysis)
+        sparse = SparseQuery(tokenizer, max_length=4, weighting="counts", analysis=analysis)
         encoder._path = replace(encoder._path, sparse=sparse)
         arm = ServedArm("m", LocalHandle(encoder), "torch", personalised=False)
         served = EmbeddingService(Deployed([arm], name="m"), ServeConfig())
@@ -333,12 +334,12 @@ def test_terms_are_never_read_from_the_end_of_a_query(folder):
             assert asyncio.run(served.embed_sparse(TeiSparseRequest(inputs="join tensors " * 4, **options)))
 
 
-def test_a_reranker_refuses_the_side_it_cannot_read(tmp_path):
+def test_a_reranker_refuses_to_cut_the_other_side(tmp_path):
     from sentence_transformers import CrossEncoder
 
     base = families.folder(tmp_path / "base", "bert")
-    made = CrossEncoder(str(base), num_labels=1, max_length=24, device="cpu")
-    made.save_pretrained(str(tmp_path / "cross"))
+    cross_encoder = CrossEncoder(str(base), num_labels=1, max_length=24, device="cpu")
+    cross_encoder.save_pretrained(str(tmp_path / "cross"))
     reranker = Reranking(str(tmp_path / "cross"))
 
     def logits(text: str, **options: Any) -> Any:
@@ -358,7 +359,7 @@ HUB_ID, COMMIT = "acme/tiny-embed", "5c38ec7c405ec4b44b94cc5a9bb96e735b38267a"
 
 @pytest.fixture(scope="module")
 def cached(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The hub's cache of a machine, and in it the folder of HUB_ID."""
+    """Yield the folder of HUB_ID in a cache of the hub."""
     cache = tmp_path_factory.mktemp("hub")
     repository = cache / "models--acme--tiny-embed"
     shutil.copytree(folder, repository / "snapshots" / COMMIT)
@@ -369,20 +370,20 @@ def cached(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         yield repository / "snapshots" / COMMIT
 
 
-def test_a_model_is_named_as_it_was_given(folder, cached, tmp_path, monkeypatch):
+def test_the_name_of_a_model_depends_on_its_argument(folder, cached, tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path / "tiny_embed_package" / "model")
     (tmp_path / "tiny_embed_package" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(folder.parent)
     package = "package:tiny_embed_package"
-    given = {HUB_ID: HUB_ID, package: package, str(folder): NAME, f"./{NAME}/": NAME, str(cached): HUB_ID}
-    for model, name in given.items():
+    names = {HUB_ID: HUB_ID, package: package, str(folder): NAME, f"./{NAME}/": NAME, str(cached): HUB_ID}
+    for model, name in names.items():
         served = artifacts.find(AppArgs(model=model))
         assert isinstance(served, artifacts.ServedTower)
         assert served.name == name, model
 
 
-def test_a_model_of_the_hub_answers_to_its_id(cached, as_query):
+def test_a_model_of_the_hub_has_its_id_as_name(cached, as_query):
     config = ServeConfig()
     served = artifacts.find(AppArgs(model=HUB_ID, serve=config))
     client = Client(api.build(EmbeddingService(towers_of(served), config), config))
@@ -401,7 +402,7 @@ def test_a_model_of_the_hub_answers_to_its_id(cached, as_query):
     client.close()
 
 
-def test_rerank_and_similarity(client, as_query, as_document):
+def test_rerank_and_similarity_return_scores(client, as_query, as_document):
     body = {"query": "tensors", "texts": ["tensor", "tensors of rank", "a"], "return_text": True}
     ranks = client("POST", "/rerank", json=body).json()
     assert [(rank["index"], rank["text"]) for rank in ranks] == [
@@ -419,7 +420,7 @@ def test_rerank_and_similarity(client, as_query, as_document):
     np.testing.assert_allclose(both.json(), as_query(TEXTS) @ as_query("tensors")[0], atol=1e-6)
 
 
-def test_a_model_describes_itself(client):
+def test_a_model_without_an_index_describes_itself(client):
     names = [model["id"] for model in client("GET", "/v1/models").json()["data"]]
     assert names == [NAME, f"{NAME}-document", f"{NAME}-query"]
     assert client("GET", f"/v1/models/{NAME}").json()["object"] == "model"
@@ -445,7 +446,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (OPENAI, {"encoding_format": "int8"}, 400, "encoding_format"),
     (OPENAI, {"input_type": "image"}, 400, "input_type"),
     (OPENAI, {"input_type": "document", "model": f"{NAME}-query"}, 400, "input_type"),
-    # Fields that would not be read.
+    # Unknown fields, which would be ignored.
     (OPENAI, {"truncate_prompt_tokens": 3}, 400, "truncate_prompt_tokens"),
     (OPENAI, {"user": 7}, 400, "user"),
     ("/embed", ONE | {"truncation_direction": "Middle"}, 422, "truncation_direction"),
@@ -464,7 +465,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "field"), REFUSED, ids=lambda value: str(value)[:30])
-def test_a_refusal_names_the_field_in_the_form_of_its_path(client, path, body, status, field):
+def test_a_refusal_has_the_field_in_the_form_of_its_path(client, path, body, status, field):
     answer = client("POST", path, json={"model": NAME, "input": "x"} | body if path == OPENAI else body)
     assert answer.status_code == status
     if path == OPENAI:

@@ -1,4 +1,4 @@
-"""Where queries are encoded: a table in the gateway's event loop, a transformer in replicas."""
+"""The process that encodes queries: a table runs in the gateway's event loop, a transformer in replicas."""
 
 import asyncio
 import threading
@@ -17,21 +17,22 @@ from scalingnote.storage.artifact import Artifact
 
 
 def deployments(index: Artifact, tower: Artifact, **settings: Any) -> set[str]:
-    """Names of the deployments of a service."""
+    """Return the names of the deployments of a service."""
     args = {"index": index.uri, "query_tower": tower.uri, "serve": settings}
     application = app.bind(artifacts.find(AppArgs.model_validate(args)))
     return {deployment.name for deployment in ray_internals.serve_deployments(application)}
 
 
-def test_a_table_has_no_replicas_and_a_transformer_has(
-    index: Artifact, query_tower: Artifact, tmp_path: Path
-):
-    made = table(f"{tmp_path}/table")
-    assert deployments(index, made) == {"Gateway"}
+def test_only_a_transformer_has_replicas(index: Artifact, query_tower: Artifact, tmp_path: Path):
+    lookup_table = table(f"{tmp_path}/table")
+    assert deployments(index, lookup_table) == {"Gateway"}
     assert deployments(index, query_tower) == {"Gateway", "QueryEncoder-default"}
     # Only uncertain queries go to another process: the table stays in the gateway.
     teacher = student(f"{tmp_path}/teacher", seed=1)
-    assert deployments(index, made, escalation={"teacher": teacher.uri}) == {"Gateway", "QueryTeacher"}
+    assert deployments(index, lookup_table, escalation={"teacher": teacher.uri}) == {
+        "Gateway",
+        "QueryTeacher",
+    }
 
 
 def test_a_table_encodes_in_the_event_loop(tmp_path: Path):
@@ -44,6 +45,6 @@ def test_a_table_encodes_in_the_event_loop(tmp_path: Path):
         return path(queries)
 
     encoder._path = observe  # type: ignore[assignment]
-    found = asyncio.run(encoder.encode("bakoli"))
-    assert found.embedding.shape == (1, DIM)
+    query = asyncio.run(encoder.encode("bakoli"))
+    assert query.embedding.shape == (1, DIM)
     assert threads == [threading.main_thread()]

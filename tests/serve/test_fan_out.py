@@ -1,4 +1,4 @@
-"""The fan-out before groups that are slow, dead or many: shared calls, second calls, partial answers."""
+"""The fan-out to slow, dead or many groups: shared calls, second calls, partial answers."""
 
 import asyncio
 import pickle
@@ -35,20 +35,20 @@ def query(number: int = 0, k: int = 10) -> Query:
     return Query(np.float32([[number]]), k=k, version="v")
 
 
-def of_group(group: int, sent: Query) -> Candidates:
-    """Five documents; scores interleave between groups, and some are equal."""
+def of_group(group: int, request: Query) -> Candidates:
+    """Return five candidates; the scores of groups interleave, and some are equal."""
     ids = group + GROUPS * np.arange(ROWS)
-    scores = np.float32((ids * 7 + int(sent.embedding[0, 0])) % 50)
+    scores = np.float32((ids * 7 + int(request.embedding[0, 0])) % 50)
     documents = [dict.fromkeys(SHARD_DOCUMENTS.names, str(each)) for each in ids]
-    return Candidates(ids, np.full(ROWS, group), scores, None, documents, searched=1, version=sent.version)
+    return Candidates(ids, np.full(ROWS, group), scores, None, documents, searched=1, version=request.version)
 
 
 class Replica:
-    """Calls of one group, as a handle of Ray Serve makes them."""
+    """A fake handle of Ray Serve for one group."""
 
     def __init__(self, group: int, behave: Callable[[int], float] = lambda _: 0.0) -> None:
         self._group, self._behave = group, behave
-        self.calls: list[int] = []  # queries of each
+        self.calls: list[int] = []  # number of queries of each call
         self.in_flight = self.most = 0
         self.cancelled = 0
 
@@ -76,8 +76,8 @@ class Replica:
             self.in_flight -= 1
         return pickle.dumps([self.answer(each) for each in queries])
 
-    def answer(self, sent: Query) -> Answer:
-        return of_group(self._group, sent)
+    def answer(self, request: Query) -> Answer:
+        return of_group(self._group, request)
 
 
 def direct(replicas: Sequence[Any], *, hedged: bool = False) -> FanOut:
@@ -85,7 +85,7 @@ def direct(replicas: Sequence[Any], *, hedged: bool = False) -> FanOut:
 
 
 class Deployed:
-    """An aggregator behind the form of a handle."""
+    """An aggregator with the interface of a handle."""
 
     def __init__(self, aggregator: Aggregator) -> None:
         self._aggregator = aggregator
@@ -97,17 +97,17 @@ class Deployed:
 
 def tree(replicas: Sequence[Replica], per_aggregator: int) -> tuple[FanOut, list[Any]]:
     groups = sizes(len(replicas), ServeConfig(groups_per_aggregator=per_aggregator))
-    made: list[Any] = [Deployed(Aggregator([replicas[g] for g in own], own, False)) for own in groups]  # type: ignore[misc]
-    return FanOut(made, groups), made
+    aggregators: list[Any] = [Deployed(Aggregator([replicas[g] for g in own], own, False)) for own in groups]  # type: ignore[misc]
+    return FanOut(aggregators, groups), aggregators
 
 
-def best(found: Answer, k: int) -> list[tuple[int, float]]:
-    assert isinstance(found, Candidates)
-    together = best_by_embedding(found, k=k)
+def best(candidates: Answer, k: int) -> list[tuple[int, float]]:
+    assert isinstance(candidates, Candidates)
+    together = best_by_embedding(candidates, k=k)
     return list(zip(together.ids.tolist(), together.dense.tolist(), strict=True))
 
 
-def test_groups_are_shared_out_evenly_above_sixteen():
+def test_more_than_sixteen_groups_are_divided_evenly():
     assert [sizes(groups, ServeConfig()) for groups in (1, 8, 16)] == [[], [], []]
     of_48 = sizes(48, ServeConfig())
     assert [len(own) for own in of_48] == [16, 16, 16]
@@ -115,7 +115,7 @@ def test_groups_are_shared_out_evenly_above_sixteen():
     assert [len(own) for own in sizes(17, ServeConfig(groups_per_aggregator=4))] == [3, 3, 4, 3, 4]
 
 
-def test_a_tree_finds_what_direct_calls_find():
+def test_aggregators_give_the_results_of_direct_calls():
     replicas = [Replica(group) for group in range(GROUPS)]
 
     async def both(number: int) -> tuple[Any, Any]:
@@ -132,18 +132,18 @@ def test_a_tree_finds_what_direct_calls_find():
 
 
 class Hybrid(Replica):
-    """A group whose queries have terms."""
+    """A group with scores of terms."""
 
-    def answer(self, sent: Query) -> Answer:
-        return replace(of_group(self._group, sent), sparse=np.arange(ROWS, dtype=np.float32))
+    def answer(self, request: Query) -> Answer:
+        return replace(of_group(self._group, request), sparse=np.arange(ROWS, dtype=np.float32))
 
 
-def test_candidates_with_terms_go_up_whole():
+def test_an_aggregator_returns_all_candidates_with_terms():
     through, _ = tree([Hybrid(group) for group in range(6)], 3)
-    found = asyncio.run(through.search(query(k=2), 5))
-    assert isinstance(found, Candidates)
-    assert len(found) == ROWS * 6
-    np.testing.assert_array_equal(found.sparse, [*range(ROWS)] * 6)
+    candidates = asyncio.run(through.search(query(k=2), 5))
+    assert isinstance(candidates, Candidates)
+    assert len(candidates) == ROWS * 6
+    np.testing.assert_array_equal(candidates.sparse, [*range(ROWS)] * 6)
 
 
 def test_queries_that_wait_share_a_call():
@@ -154,7 +154,7 @@ def test_queries_that_wait_share_a_call():
         first = asyncio.gather(*(fan_out.search(query(n), 5) for n in range(3)))
         await asyncio.sleep(0.005)
         later = []
-        for n in range(3, 43):  # each in a turn of its own
+        for n in range(3, 43):  # each in a separate turn of the loop
             later.append(asyncio.ensure_future(fan_out.search(query(n), 5)))
             await asyncio.sleep(0)
         return [*await first, *await asyncio.gather(*later)]
@@ -169,37 +169,37 @@ def test_queries_that_wait_share_a_call():
     assert replica.most == MAX_CALLS
 
 
-def test_groups_that_are_dead_or_late_are_named():
+def test_dead_and_late_groups_are_listed_as_missing():
     replicas = [Replica(group) for group in range(GROUPS)]
     replicas[3], replicas[11] = Replica(3, lambda _: -1.0), Replica(11, lambda _: 60.0)
     through, aggregators = tree(replicas, 5)
-    found = asyncio.run(through.search(query(), 0.5))
-    assert isinstance(found, Candidates)
-    assert found.missing == (3, 11)
-    assert found.searched == GROUPS - 2
-    assert replicas[11].cancelled == 1  # no request waits for it
+    candidates = asyncio.run(through.search(query(), 0.5))
+    assert isinstance(candidates, Candidates)
+    assert candidates.missing == (3, 11)
+    assert candidates.searched == GROUPS - 2
+    assert replicas[11].cancelled == 1  # no request waits for it any more
 
     def dead(*_: Any) -> Any:
         raise OSError("the aggregator is gone")
 
     aggregators[0].remote = dead
-    found = asyncio.run(through.search(query(), 0.5))
-    assert isinstance(found, Candidates)
-    assert found.missing == (0, 1, 2, 3, 11)
+    candidates = asyncio.run(through.search(query(), 0.5))
+    assert isinstance(candidates, Candidates)
+    assert candidates.missing == (0, 1, 2, 3, 11)
 
 
-def test_an_aggregator_without_candidates_takes_no_scores_of_terms_from_the_others():
+def test_scores_of_terms_survive_an_aggregator_without_results():
     through, _ = tree([Hybrid(0), Hybrid(1), Hybrid(2, lambda _: -1.0), Hybrid(3, lambda _: -1.0)], 2)
-    found = asyncio.run(through.search(query(), 5))
-    assert isinstance(found, Candidates)
-    assert found.missing == (2, 3)
-    assert found.sparse is not None
-    assert found.sparse.tolist() == [*range(ROWS)] * 2
+    candidates = asyncio.run(through.search(query(), 5))
+    assert isinstance(candidates, Candidates)
+    assert candidates.missing == (2, 3)
+    assert candidates.sparse is not None
+    assert candidates.sparse.tolist() == [*range(ROWS)] * 2
 
 
-def test_a_refusal_is_an_answer():
+def test_a_refusal_of_one_group_is_the_answer():
     class Refusing(Replica):
-        def answer(self, sent: Query) -> Answer:
+        def answer(self, request: Query) -> Answer:
             return Refused("no such field")
 
     through, _ = tree([Replica(0), Refusing(1), Replica(2), Replica(3)], 2)
@@ -215,16 +215,16 @@ def test_a_refusal_is_an_answer():
         ((60.0, 0.0), False, (0,), [1]),
     ],
 )
-def test_a_second_call_answers_for_a_stuck_one(seconds, hedged, missing, calls, monkeypatch):
+def test_a_second_call_replaces_a_stuck_or_failed_one(seconds, hedged, missing, calls, monkeypatch):
     monkeypatch.setattr(Hedge, "delay_s", lambda _: 0.005)
     replica = Replica(0, lambda call: seconds[call - 1])
-    found = asyncio.run(direct([replica], hedged=hedged).search(query(), 5 if hedged else 0.05))
-    assert isinstance(found, Candidates)
-    assert (found.missing, replica.calls) == (missing, calls)
+    candidates = asyncio.run(direct([replica], hedged=hedged).search(query(), 5 if hedged else 0.05))
+    assert isinstance(candidates, Candidates)
+    assert (candidates.missing, replica.calls) == (missing, calls)
     assert replica.cancelled == (seconds[0] > 0)
 
 
-def test_second_calls_follow_the_usual_target_and_a_budget():
+def test_second_calls_have_a_typical_delay_and_a_budget():
     hedge = Hedge()
     assert hedge.delay_s() is None
     for _ in range(MIN_HEDGE_CALLS):
@@ -234,5 +234,5 @@ def test_second_calls_follow_the_usual_target_and_a_budget():
     for _ in range(int(HEDGED_SHARE * 5 * MIN_HEDGE_CALLS) + 1):
         hedge.count()
     assert hedge.delay_s() is None
-    assert not is_hedged(ServeConfig())  # a second call would come to the same replica
+    assert not is_hedged(ServeConfig())  # a second call would reach the same replica
     assert is_hedged(ServeConfig(deployments={"searcher": {"num_replicas": 2}}))

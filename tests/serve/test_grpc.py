@@ -1,4 +1,4 @@
-"""gRPC says what HTTP says: the same answers, refusals, limits and traces."""
+"""gRPC answers like HTTP: the same answers, refusals, limits and records."""
 
 import asyncio
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ KEY = "a-key-of-some-length"
 
 
 class Call:
-    """The context of a call, as Serve hands it to a replica."""
+    """A fake of the context of a call that Serve passes to a replica."""
 
     def __init__(self, **metadata: str) -> None:
-        self._sent = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+        self._metadata = [(name.replace("_", "-"), value) for name, value in metadata.items()]
         self.code, self.details, self.trailing = grpc.StatusCode.OK, "", {}
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        return self._sent
+        return self._metadata
 
     def peer(self) -> str:
         return "ipv4:10.0.0.1:51234"
@@ -51,10 +51,10 @@ class Call:
 
 @pytest.fixture(scope="module")
 def both(index: Artifact, query_tower: Artifact) -> Iterator[SimpleNamespace]:
-    """One service by HTTP and by gRPC, and the records of the calls."""
+    """Yield one service over HTTP and over gRPC, and the records of the calls."""
     config = ServeConfig(deadline_s=60, limits=Limits(max_k=50, max_body_bytes=4096))
     one, records = service(index, query_tower, config), []
-    servicer = Servicer(one, Admission(config.limits), lambda *seen: records.append(seen[:3]))
+    servicer = Servicer(one, Admission(config.limits), lambda *record: records.append(record[:3]))
     client = Client(api.build(one, config))
 
     def call(method: str, request: Any, **metadata: str) -> tuple[Any, Call]:
@@ -66,25 +66,25 @@ def both(index: Artifact, query_tower: Artifact) -> Iterator[SimpleNamespace]:
 
 
 def refusal(context: Call) -> tuple[str, str | None]:
-    """Code and field of a refused call."""
-    said = status_pb2.Status.FromString(context.trailing[DETAILS])
-    assert (said.code, said.message) == (context.code.value[0], context.details)
+    """Return the code and the field of a refused call."""
+    status = status_pb2.Status.FromString(context.trailing[DETAILS])
+    assert (status.code, status.message) == (context.code.value[0], context.details)
     info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-    assert said.details[0].Unpack(info)
-    fields = [v.field for d in said.details if d.Unpack(bad) for v in bad.field_violations]
+    assert status.details[0].Unpack(info)
+    fields = [v.field for d in status.details if d.Unpack(bad) for v in bad.field_violations]
     return info.reason, next(iter(fields), None)
 
 
-def test_the_committed_code_is_what_the_definition_generates(tmp_path):
+def test_the_committed_code_equals_the_generated_code(tmp_path):
     definition = "scalingnote/serve/grpc/scalingnote.proto"
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     includes = [f"-I{ROOT}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
     assert protoc.main(["protoc", *includes, *outputs, str(ROOT / definition)]) == 0
     generated = sorted(tmp_path.glob("scalingnote/serve/grpc/*"))
     assert len(generated) == 3
-    for made in generated:
-        committed = ROOT / "scalingnote" / "serve" / "grpc" / made.name
-        assert committed.read_text() == made.read_text(), "run `make proto`"
+    for file in generated:
+        committed = ROOT / "scalingnote" / "serve" / "grpc" / file.name
+        assert committed.read_text() == file.read_text(), "run `make proto`"
 
 
 def test_messages_have_the_fields_of_their_models():
@@ -110,11 +110,11 @@ def test_messages_have_the_fields_of_their_models():
     assert set(pb.Document.DESCRIPTOR.fields_by_name) == set(messages.Document.model_fields) | {"features"}
 
 
-def test_a_hit_says_where_its_passage_lies():
+def test_a_hit_has_the_place_of_its_passage():
     hit = {"doc_id": "a", "passage": {"number": 2, "start": 5, "end": 9}, "brand": "x"}
-    made = pb.Hit(**_document(hit))
-    assert (made.passage.number, made.passage.start, made.passage.end) == (2, 5, 9)
-    assert dict(made.fields) == {"brand": "x"}
+    message = pb.Hit(**_document(hit))
+    assert (message.passage.number, message.passage.start, message.passage.end) == (2, 5, 9)
+    assert dict(message.fields) == {"brand": "x"}
     assert not pb.Hit(doc_id="a").HasField("passage")
 
 
@@ -126,7 +126,7 @@ def test_a_hit_says_where_its_passage_lies():
         {"vector": [1.0] * DIM},
     ],
 )
-def test_a_search_finds_what_it_finds_by_http(both, fields_):
+def test_a_search_gives_the_results_of_http(both, fields_):
     answer, context = both.call("Search", pb.SearchRequest(**fields_), x_request_id="mine-17")
     over_http = both.http.search(**fields_).json()
     assert context.code is grpc.StatusCode.OK
@@ -144,7 +144,7 @@ def test_a_search_finds_what_it_finds_by_http(both, fields_):
             assert not hit.explain.HasField("sparse")
 
 
-def test_other_methods_answer_as_http_does(both):
+def test_other_methods_answer_like_http(both):
     over_http = both.http("POST", "/encode", json={"queries": ["zo", "bakoli"]}).json()
     answer, _ = both.call("Encode", pb.EncodeRequest(queries=["zo", "bakoli"]))
     embeddings = np.array([row.values for row in answer.embeddings])
@@ -184,7 +184,7 @@ def test_a_refused_call_has_code_reason_and_field(both, method, request_, code, 
     assert len(context.details) > 8
 
 
-def test_a_call_is_recorded_as_over_http(both):
+def test_a_call_is_recorded_like_one_over_http(both):
     both.records.clear()
     both.call("Search", pb.SearchRequest(query="zo", k=2), x_request_id="a")
     both.call("Get", pb.GetRequest(doc_id="no"), x_request_id="b")
@@ -197,8 +197,8 @@ def test_a_call_is_recorded_as_over_http(both):
 def test_admission_counts_http_and_grpc_together(tmp_path):
     path = tmp_path / "keys"
     path.write_text(KEY)
-    door = Admission(Limits(rate=0.001, burst=2), access.read_keys(str(path)))
-    servicer = Servicer(SimpleNamespace(), door)
+    admission = Admission(Limits(rate=0.001, burst=2), access.read_keys(str(path)))
+    servicer = Servicer(SimpleNamespace(), admission)
 
     def call(**metadata: str) -> Call:
         context = Call(**metadata)
@@ -208,17 +208,19 @@ def test_admission_counts_http_and_grpc_together(tmp_path):
     for metadata in ({}, {"authorization": "Bearer wrong"}, {"authorization": ""}):
         assert call(**metadata).code is grpc.StatusCode.UNAUTHENTICATED
     key = f"Bearer {KEY}"
-    assert call(authorization=key).code is grpc.StatusCode.INVALID_ARGUMENT  # let in: it names no document
-    door.admit(key.encode(), "elsewhere")  # by HTTP
+    assert (
+        call(authorization=key).code is grpc.StatusCode.INVALID_ARGUMENT
+    )  # it is admitted, and lacks the id of a document
+    admission.admit(key.encode(), "elsewhere")  # over HTTP
     context = call(authorization=key)
     assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    said = status_pb2.Status.FromString(context.trailing[DETAILS])
+    status = status_pb2.Status.FromString(context.trailing[DETAILS])
     retry = error_details_pb2.RetryInfo()
-    assert said.details[-1].Unpack(retry)
+    assert status.details[-1].Unpack(retry)
     assert retry.retry_delay.seconds > 100
 
 
-def test_a_fault_of_the_server_tells_no_details(caplog):
+def test_a_fault_of_the_server_is_answered_without_details(caplog):
     servicer = Servicer(SimpleNamespace(), Admission(Limits()))
     context = Call()
     asyncio.run(servicer.Get(pb.GetRequest(doc_id="x"), grpc_context=context))
@@ -243,18 +245,18 @@ def test_a_cancelled_call_is_recorded_as_499():
     assert records == [499]
 
 
-def test_a_long_message_fits_into_metadata():
+def test_a_long_message_is_cut_to_fit_into_metadata():
     refused = RefusedError(422, "数" * 10_000, "文" * 10_000, retry_after_s=1)
-    said = status_of(refused, "r" * 64)
-    assert len(said.SerializeToString()) < 2500
-    assert said.message.startswith("数数")
+    status = status_of(refused, "r" * 64)
+    assert len(status.SerializeToString()) < 2500
+    assert status.message.startswith("数数")
 
 
-def test_documents_and_filters_come_as_json_would_bring_them():
-    sent = {"price": 3, "weight": 1.5, "tags": ["a", None], "deep": {"x": True}, "huge": 1e300}
-    document = pb.Document(doc_id="d", title="t", features={**sent, "doc_id": "other"})
+def test_documents_and_filters_are_converted_like_json():
+    features = {"price": 3, "weight": 1.5, "tags": ["a", None], "deep": {"x": True}, "huge": 1e300}
+    document = pb.Document(doc_id="d", title="t", features={**features, "doc_id": "other"})
     body = validate_request(pb.UpsertRequest(documents=[document]), messages.UpsertRequest)
-    assert body.documents == [{**sent, "doc_id": "d", "title": "t"}]
+    assert body.documents == [{**features, "doc_id": "d", "title": "t"}]
     assert isinstance(body.documents[0]["price"], int)
     request = pb.SearchRequest(query="x", filter={"price": {"min": 3, "max": 4.5}, "topic": ["a"]})
     fields_ = validate_request(request, messages.SearchRequest)

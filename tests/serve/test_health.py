@@ -1,4 +1,4 @@
-"""What Ray Serve asks replicas: those that hang or compute nothing say so, those with much work do not."""
+"""Health checks of Ray Serve: replicas that hang or compute wrong values fail, busy ones do not."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ SHORT_S = 0.05  # a limit for calls that never end
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """What a thread waits for that hangs; it is released in the end."""
+    """Yield an event that a hanging thread waits for; it is set at the end."""
     monkeypatch.setattr(concurrency, "PROBE_WAIT_S", 2 * SHORT_S)
     event = threading.Event()
     yield event
@@ -40,11 +40,11 @@ def searcher(index: Artifact) -> IndexSearcher:
 
 @pytest.fixture
 def encoder(query_tower: Artifact) -> ArmEncoder:
-    """A transformer, whose queries are cached."""
+    """Return a transformer with a cache of queries."""
     return ArmEncoder(QueryPathParts((query_tower.uri, "student"), cache=10))
 
 
-def test_a_thread_that_hangs_is_found_whoever_made_it_hang(hanging):
+def test_every_check_of_a_hanging_thread_fails(hanging):
     thread = WorkerThread("searches", limit_s=SHORT_S)
 
     async def check_thrice() -> list[str]:
@@ -59,8 +59,8 @@ def test_a_thread_that_hangs_is_found_whoever_made_it_hang(hanging):
     assert all("'searches' has not ended one call" in reason for reason in asyncio.run(check_thrice()))
 
 
-def test_a_thread_with_much_work_is_well_and_gets_no_more(hanging):
-    thread, probed = WorkerThread("searches"), []
+def test_a_busy_thread_is_healthy_and_gets_no_probe(hanging):
+    thread, probes = WorkerThread("searches"), []
     running = threading.Event()
 
     def work() -> None:
@@ -69,29 +69,29 @@ def test_a_thread_with_much_work_is_well_and_gets_no_more(hanging):
 
     thread.submit(work)
     running.wait()
-    asyncio.run(thread.check(lambda: probed.append(1)))
-    assert not probed
+    asyncio.run(thread.check(lambda: probes.append(1)))
+    assert not probes
     hanging.set()
     asyncio.run(thread.run(lambda: None))
-    asyncio.run(thread.check(lambda: probed.append(1)))
-    assert probed
+    asyncio.run(thread.check(lambda: probes.append(1)))
+    assert probes
 
 
-def test_a_searcher_searches_every_version_that_it_holds(searcher: IndexSearcher, monkeypatch):
-    (held,) = searcher._held.values()
+def test_a_check_searches_every_version_of_a_searcher(searcher: IndexSearcher, monkeypatch):
+    (searcher_of_version,) = searcher._held.values()
     calls: list[tuple[str, Any]] = []
-    find = held.find
+    find = searcher_of_version.find
 
-    def count(embeddings: np.ndarray, *given: Any, **options: Any) -> Any:
+    def count(embeddings: np.ndarray, *args: Any, **options: Any) -> Any:
         calls.append((threading.current_thread().name, embeddings.shape))
-        return find(embeddings, *given, **options)
+        return find(embeddings, *args, **options)
 
-    monkeypatch.setattr(held, "find", count)
+    monkeypatch.setattr(searcher_of_version, "find", count)
     asyncio.run(searcher.check_health())
-    assert calls == [("searches_0", (1, held.dim))]
+    assert calls == [("searches_0", (1, searcher_of_version.dim))]
 
 
-def test_a_searcher_that_finds_nothing_any_more_or_hangs_is_ill(
+def test_the_check_of_a_failing_or_hanging_searcher_fails(
     searcher: IndexSearcher, hanging: threading.Event, monkeypatch
 ):
     (held,) = searcher._held.values()
@@ -108,7 +108,7 @@ def test_a_searcher_that_finds_nothing_any_more_or_hangs_is_ill(
         asyncio.run(searcher.check_health())
 
 
-def test_a_database_that_is_away_is_no_fault_of_its_searcher(searcher, monkeypatch):
+def test_a_searcher_is_healthy_without_its_database(searcher, monkeypatch):
     (held,) = searcher._held.values()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_database_that_is_away_is_no_fault_of_its_searcher(searcher, monkeypat
     asyncio.run(searcher.check_health())
 
 
-def test_an_exact_search_may_take_long(searcher, hanging, monkeypatch):
+def test_no_check_runs_during_an_exact_search(searcher, hanging, monkeypatch):
     (held,) = searcher._held.values()
     searcher._thread = WorkerThread("searches", limit_s=0.0)
     running = threading.Event()
@@ -144,28 +144,28 @@ def test_an_exact_search_may_take_long(searcher, hanging, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["transformer", "table"])
-def test_an_encoder_that_computes_no_numbers_is_ill(encoder, kind, tmp_path, monkeypatch):
+def test_the_check_fails_for_embeddings_that_are_not_finite(encoder, kind, tmp_path, monkeypatch):
     if kind == "table":
         encoder = ArmEncoder(QueryPathParts((table(f"{tmp_path}/table").uri, "student"), cache=10))
     asyncio.run(encoder.check_health())
-    # Whatever was computed before: no check is answered by the cache.
+    # The cache does not answer a check.
     monkeypatch.setattr(encoder._path.encoder, "_compute", lambda texts: np.full((len(texts), 4), np.nan))
-    with pytest.raises(ValueError, match="no numbers"):
+    with pytest.raises(ValueError, match="not finite"):
         asyncio.run(encoder.check_health())
 
 
-def test_a_cross_encoder_scores_a_pair(monkeypatch):
+def test_a_check_of_a_cross_encoder_scores_a_pair(monkeypatch):
     reranker = Reranker.__new__(Reranker)
     scores = [0.5]
     reranker._model = type("Model", (), {"predict": lambda *_, **__: np.float32(scores)})()
     reranker._thread = WorkerThread("pairs")
     asyncio.run(reranker.check_health())
     scores[0] = float("nan")
-    with pytest.raises(ValueError, match="no numbers"):
+    with pytest.raises(ValueError, match="not finite"):
         asyncio.run(reranker.check_health())
 
 
-def test_a_writer_without_its_claim_is_ill(index, tmp_path):
+def test_the_check_of_a_writer_without_its_claim_fails(index, tmp_path):
     writer = Writer(LiveCatalog(f"{tmp_path}/live", LivePair(index.uri)), LiveConfig())
     asyncio.run(writer.check_health())
     lock = next((tmp_path / "live").rglob("lock"))
@@ -178,7 +178,7 @@ def test_a_writer_without_its_claim_is_ill(index, tmp_path):
     writer.close()
 
 
-def test_a_gateway_is_as_well_as_what_it_runs_itself(searcher, encoder, monkeypatch):
+def test_the_check_of_a_gateway_includes_its_own_parts(searcher, encoder, monkeypatch):
     gateway = app._Ingress.__new__(app._Ingress)
     gateway._own_parts = [encoder, searcher]
     asyncio.run(gateway.check_health())

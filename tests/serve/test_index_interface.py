@@ -62,12 +62,12 @@ def test_a_share_of_the_queries_is_encoded_by_the_teacher(
     half = Index("a run", escalate=0.5)
     plain = Index("a run")
     changed = [query for query in QUERIES[1:] if found(half, query) != found(plain, query)]
-    assert 1 <= len(changed) <= 5  # at most half of those that the threshold was tuned on
+    assert 1 <= len(changed) <= 5  # at most half of the queries that the threshold was tuned on
     for query in changed:
         assert found(half, query) == ranked(index, teacher, query)
 
 
-def test_errors(run: RunConfig, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_arguments_are_refused(run: RunConfig, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="from 0 to 1"):
         Index("a run", escalate=1.5)
     with pytest.raises(ConfigError, match="nothing to search"):

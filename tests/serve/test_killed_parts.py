@@ -1,7 +1,7 @@
-"""Real replicas that are killed: an aggregator, the teacher, a gateway whose documents are gone.
+"""Real replicas that are killed: an aggregator, the teacher, and a gateway without its documents.
 
-Whatever dies, an answer is complete, or it says what it lacks and is right in the rest. Before anything dies,
-its listeners are examined from the network.
+After every kill an answer is complete, or it reports the missing parts and is correct in the rest. Before the
+kills, the listeners are examined from the network.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from pair import built, table
-from replicas_here import PAUSE_S, TRIES, found, hits, kill, post, running
+from replicas_here import PAUSE_S, TRIES, find_artifacts, hits, kill, post, running
 
 import listeners
 from scalingnote.core.errors import ConfigError
@@ -28,7 +28,7 @@ from scalingnote.storage.artifact import Artifact
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
 QUERY, K = "bakoli menura", 5
 SHARDS = 3
-ABOVE = [1, 2]  # groups of the aggregator that is killed; the other one has the first
+KILLED_GROUPS = [1, 2]  # of the aggregator that is killed; the other aggregator has group 0
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def query_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """A table, which starts without torch, as every replica here does twice."""
+    """Return a table, which starts without torch: every replica here starts twice."""
     return table(f"{tmp_path_factory.mktemp('student')}/student")
 
 
@@ -49,11 +49,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def url(cluster: None, index: Artifact, query_tower: Artifact, teacher: Artifact) -> Iterator[str]:
-    """Three groups below two aggregators, and a teacher for every query."""
+    """Yield the URL of a service with three groups, two aggregators, and a teacher for every query."""
     deployments = {"searcher": {"num_replicas": 1}, "encoder": {"num_replicas": 0}}
     escalation = {"teacher": teacher.uri, "share": 1.0, "deadline_ms": 500}
     knobs = {"deployments": deployments, "groups_per_aggregator": 2, "escalation": escalation}
-    with running(found(index.uri, query_tower.uri, **knobs)) as started:
+    with running(find_artifacts(index.uri, query_tower.uri, **knobs)) as started:
         yield started
 
 
@@ -72,7 +72,7 @@ def best(index: Artifact, tower: Artifact, shards: list[int]) -> list[str]:
     return [hit.doc_id for hit in Searcher.open(index.uri, shards=shards).search(embedding, k=K)[0]]
 
 
-def test_without_keys_only_this_machine_is_answered(url):
+def test_without_keys_only_this_machine_has_access(url):
     try:
         network = listeners.network_address()
     except SystemExit as reason:
@@ -84,17 +84,17 @@ def test_without_keys_only_this_machine_is_answered(url):
     assert ("ray::ProxyActor", "OPEN", "closed") in answers
 
 
-def test_replicas_that_would_not_fit_are_refused(cluster, index, query_tower):
-    served = found(
+def test_replicas_that_do_not_fit_on_nodes_are_refused(cluster, index, query_tower):
+    served = find_artifacts(
         index.uri, query_tower.uri, cpus_per_replica=50, deployments={"searcher": {"num_replicas": 1}}
     )
     with pytest.raises(
-        ConfigError, match=r"Gateway asks for 50 CPUs a replica, no node has that; .* \d+ CPUs"
+        ConfigError, match=r"Gateway needs 50 CPUs per replica, no node has that; .* \d+ CPUs"
     ):
         launch.start(served, app.bind(served))
 
 
-def test_a_killed_aggregator_costs_the_groups_that_are_named(url, index, query_tower, teacher):
+def test_without_an_aggregator_its_groups_are_missing(url, index, query_tower, teacher):
     towers = {True: teacher, False: query_tower}
     kill("Aggregator-001")
     partial = 0
@@ -102,15 +102,15 @@ def test_a_killed_aggregator_costs_the_groups_that_are_named(url, index, query_t
         status, answer = search(url, deadline_ms=1000)
         if status == 200:
             missing = answer["missing_groups"]
-            held = [group for group in range(SHARDS) if group not in missing]
-            assert missing in ([], ABOVE)
-            assert answer["shards_answered"] == len(held)
-            assert hits(answer) == best(index, towers[answer["escalated"]], held)
+            answering = [group for group in range(SHARDS) if group not in missing]
+            assert missing in ([], KILLED_GROUPS)
+            assert answer["shards_answered"] == len(answering)
+            assert hits(answer) == best(index, towers[answer["escalated"]], answering)
             partial += bool(missing)
         else:
             assert status == 503  # the other aggregator was slow, too
         if not partial and "aggregator:1" in health(url).get("silent", []):
-            continue  # killed, and no request came since
+            continue  # it was killed, and no request was sent since
         if health(url)["status"] == "ok":
             break
         time.sleep(PAUSE_S)
@@ -118,7 +118,7 @@ def test_a_killed_aggregator_costs_the_groups_that_are_named(url, index, query_t
     assert (status, answer["missing_groups"], answer["shards_answered"]) == (200, [], SHARDS)
 
 
-def test_a_killed_teacher_leaves_the_students_answer(url, index, query_tower, teacher):
+def test_without_a_teacher_the_student_answers(url, index, query_tower, teacher):
     by_teacher, by_student = (best(index, tower, [*range(SHARDS)]) for tower in (teacher, query_tower))
     assert by_teacher != by_student
     killed, reasons = False, set()
@@ -129,7 +129,7 @@ def test_a_killed_teacher_leaves_the_students_answer(url, index, query_tower, te
         assert bool(answer["degraded"]) != answer["escalated"]
         if answer["escalated"] and reasons:
             break
-        if answer["escalated"]:  # also where the next one was ready before a query missed it
+        if answer["escalated"]:  # also if the next one was ready before a query failed
             kill("QueryTeacher")
             killed = True
         elif killed:
@@ -140,28 +140,28 @@ def test_a_killed_teacher_leaves_the_students_answer(url, index, query_tower, te
     assert reasons <= {"teacher_late", "teacher_failed", "teacher_silent"}
 
 
-def test_a_gateway_without_documents_answers_by_ids(url, index, teacher):
-    wanted = best(index, teacher, [*range(SHARDS)])
+def test_a_gateway_without_documents_answers_with_ids(url, index, teacher):
+    expected = best(index, teacher, [*range(SHARDS)])
     file = f"{index.uri}/{documents_file(2)}"
     os.rename(file, f"{file}.away")
     try:
         kill("Gateway")
         for _ in range(TRIES):
             status, answer = search(url)
-            if status == 200 and answer["degraded"] == ["documents_unreadable"]:  # nor is the teacher late
+            if status == 200 and answer["degraded"] == ["documents_unreadable"]:  # the teacher is in time
                 break
             time.sleep(PAUSE_S)
         assert answer["degraded"] == ["documents_unreadable"]
-        assert hits(answer) == wanted
+        assert hits(answer) == expected
         assert {hit["title"] for hit in answer["results"]} == {""}
         assert health(url)["silent"] == ["documents"]
     finally:
         os.rename(f"{file}.away", file)
     for _ in range(TRIES):
         status, answer = search(url)
-        assert (status, hits(answer)) == (200, wanted)
+        assert (status, hits(answer)) == (200, expected)
         if not answer["degraded"]:
             break
         time.sleep(PAUSE_S)
-    assert [hit["title"] for hit in answer["results"]] == [f"Title {name[1:]}" for name in wanted]
+    assert [hit["title"] for hit in answer["results"]] == [f"Title {name[1:]}" for name in expected]
     assert health(url)["status"] == "ok"

@@ -1,4 +1,4 @@
-"""A writer of two pairs, killed (kill -9) at random moments, also while it fills the second one."""
+"""A writer of two pairs that is killed (kill -9) at random moments, also while it fills the second pair."""
 
 import json
 import random
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 ROUNDS, DOCUMENTS = 6, 40
 NEW = vectors(1000, DIM, seed=5)
 
-# The text of a document is the number of its vector, which each pair scales in its own way.
+# The text of a document is the number of its vector. The second pair negates the vector.
 CHILD = """
 import asyncio, json, sys
 import numpy as np, pyarrow as pa
@@ -38,28 +38,28 @@ known = np.load(f"{folder}/vectors.npy")
 class Encoder:
     async def encode(self, documents, only=None):
         await asyncio.sleep(0.01)
-        found = {}
+        rows_of_pairs = {}
         for sign, index in zip((1, -1), indexes):
             sources = pa.Table.from_pylist(documents)
             columns = {"doc_id": sources["doc_id"]}
             columns |= {name: sources["content"] for name in SHARD_DOCUMENTS.names[1:]}
             rows = pa.table(columns, schema=SHARD_DOCUMENTS)
             matrix = sign * known[[int(row["content"]) for row in documents]]
-            found[index] = IndexRows(rows, matrix, [], sources=sources)
-        return found if only is None else {only: found[only]}
+            rows_of_pairs[index] = IndexRows(rows, matrix, [], sources=sources)
+        return rows_of_pairs if only is None else {only: rows_of_pairs[only]}
 
 async def main():
     encoder, catalog = Encoder(), LiveCatalog(folder, LivePair(indexes[0]), delta=True)
     writer = Writer(catalog, LiveConfig(keep_documents=True, compact_at=0.05), LocalHandle(encoder))
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        kind, given = json.loads(line)
+        kind, argument = json.loads(line)
         if kind == "delete":
-            await writer.delete(given)
+            await writer.delete(argument)
         elif kind == "add":
             catalog.add(LivePair(indexes[1]))
         else:
-            rows = [{"doc_id": doc_id, "content": text} for doc_id, text in given.items()]
+            rows = [{"doc_id": doc_id, "content": text} for doc_id, text in argument.items()]
             while not await writer.upsert(await encoder.encode(rows)):
                 pass
         await writer.follow_pairs()
@@ -70,7 +70,7 @@ asyncio.run(main())
 
 
 class Child:
-    """The writer's process."""
+    """The process of the writer."""
 
     def __init__(self, folder: Path, indexes: list[str]) -> None:
         command = [sys.executable, "-c", CHILD, str(folder), *indexes]
@@ -81,14 +81,14 @@ class Child:
         assert self._process.stdout is not None
         return bool(self._process.stdout.readline())
 
-    def send(self, kind: str, given: object) -> None:
+    def send(self, kind: str, argument: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([kind, given]) + "\n")
+        self._process.stdin.write(json.dumps([kind, argument]) + "\n")
         self._process.stdin.flush()
 
-    def do(self, kind: str, given: object) -> bool:
-        """Whether it was acknowledged."""
-        self.send(kind, given)
+    def do(self, kind: str, argument: object) -> bool:
+        """Do a write, and return whether it was acknowledged."""
+        self.send(kind, argument)
         return self._read()
 
     def kill(self) -> None:
@@ -116,17 +116,17 @@ def test_both_pairs_have_every_acknowledged_write(indexes, tmp_path):
             texts = {doc_id: str(next(numbers)) for doc_id in ids}
             delete = step % 4 == 3
             if step % 9 == 8:
-                time.sleep(rng.random() * 0.05)  # the filling goes on
+                time.sleep(rng.random() * 0.05)  # the filling continues
             for doc_id in ids:
                 allowed[doc_id] = [*allowed[doc_id], None if delete else texts[doc_id]]
             if child.do("delete", ids) if delete else child.do("upsert", texts):
                 for doc_id in ids:
                     allowed[doc_id] = allowed[doc_id][-1:]
-        if round_number + 1 < ROUNDS:  # with a write on its way
-            sent = {f"w{n}": str(next(numbers)) for n in range(5)}
-            for doc_id, text in sent.items():
+        if round_number + 1 < ROUNDS:  # kill it during a write
+            last_write = {f"w{n}": str(next(numbers)) for n in range(5)}
+            for doc_id, text in last_write.items():
                 allowed[doc_id] = [*allowed[doc_id], text]
-            child.send("upsert", sent)
+            child.send("upsert", last_write)
             time.sleep(rng.random() * 0.04)
             child.kill()
     for _ in range(200):
@@ -141,9 +141,9 @@ def test_both_pairs_have_every_acknowledged_write(indexes, tmp_path):
         live.refresh()
         for doc_id, texts in allowed.items():
             document = live.get(doc_id)
-            found = None if document is None else document["snippet"]
-            assert found in texts, (pair.mark, doc_id)
-            if found is not None:
-                vector = NEW[int(found)] / np.linalg.norm(NEW[int(found)])
+            stored_text = None if document is None else document["snippet"]
+            assert stored_text in texts, (pair.mark, doc_id)
+            if stored_text is not None:
+                vector = NEW[int(stored_text)] / np.linalg.norm(NEW[int(stored_text)])
                 assert np.allclose(live.vector(doc_id), sign * vector, atol=1e-3)
         live.close()

@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes, checked by structure: no cluster is needed."""
+"""The manifests for Kubernetes, checked by their structure without a cluster."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def cluster_of(name: str) -> dict[str, Any]:
 
 
 def pods(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The Pod of the head and of each group, with its only container."""
+    """Yield the Pod of the head and of each group, with its only container."""
     cluster = cluster_of(name)
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
@@ -46,7 +46,7 @@ def pods(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @every_manifest
-def test_kuberay_knows_every_field(name):
+def test_every_field_is_in_the_schema_of_kuberay(name):
     manifest = MANIFESTS[name]
     assert manifest["apiVersion"] == "ray.io/v1"
     assert re.fullmatch(r"[a-z0-9-]{1,40}", manifest["metadata"]["name"])
@@ -56,13 +56,13 @@ def test_kuberay_knows_every_field(name):
 
 
 @every_manifest
-def test_pods_are_those_that_ray_expects(name):
+def test_pods_meet_the_requirements_of_ray(name):
     cluster = cluster_of(name)
     head = cluster["headGroupSpec"]
     assert head["rayStartParams"]["num-cpus"] == "0"
     assert cluster["authOptions"] == {"mode": "token"}
     for pod, container in pods(name):
-        # Ray tells its scheduler the limits; a request below them promises what the machine may not have.
+        # Ray's scheduler uses the limits; with a lower request, the machine may not have these resources.
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert all(isinstance(container["resources"]["limits"][key], str) for key in ("cpu", "memory"))
         assert pod["securityContext"]["runAsNonRoot"]
@@ -70,7 +70,7 @@ def test_pods_are_those_that_ray_expects(name):
         assert gpus == ("tolerations" in pod)
         assert "nodeSelector" in pod or not gpus
         assert container["image"].endswith("-gpu") or not gpus
-        # What is written to /tmp is on a disk of its own, which is reserved.
+        # Files in /tmp are on a separate, reserved disk.
         assert {"name": "disk", "mountPath": "/tmp"} in container["volumeMounts"]
         assert {"name": "TMPDIR", "value": "/tmp"} in container["env"]
         assert "ephemeral-storage" in container["resources"]["limits"]
@@ -79,7 +79,7 @@ def test_pods_are_those_that_ray_expects(name):
 
 
 @every_manifest
-def test_versions_are_those_that_are_locked(name):
+def test_images_and_clusters_have_the_locked_versions(name):
     assert cluster_of(name)["rayVersion"] == RAY
     for _, container in pods(name):
         tag = f"{scalingnote.__version__}-ray{RAY}"
@@ -92,8 +92,10 @@ def test_the_image_has_the_locked_ray_and_the_sources():
     stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
     assert all(stage.startswith("rayproject/ray:${RAY}-py311-cpu") for stage in stages)
     assert re.findall(r"^USER (.*)$", stages[-1], re.MULTILINE) == ["1000"]
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert kept == {
+    included = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
+    }
+    assert included == {
         "pyproject.toml",
         "constraints*.txt",
         "README.md",
@@ -103,7 +105,7 @@ def test_the_image_has_the_locked_ray_and_the_sources():
         "jobs",
         "configs",
     }
-    assert all(list(ROOT.glob(name)) for name in kept)
+    assert all(list(ROOT.glob(name)) for name in included)
 
 
 @every_job
@@ -115,18 +117,18 @@ def test_a_job_ends_with_its_cluster_and_is_retried(name):
 
 
 @every_job
-def test_a_driver_has_a_node_of_its_own_that_is_not_taken_back(name):
+def test_a_driver_has_a_separate_on_demand_node(name):
     assert json.loads(MANIFESTS[name]["spec"]["entrypointResources"]) == {"driver": 1}
     (driver,) = (group for group in cluster_of(name)["workerGroupSpecs"] if group["groupName"] == "driver")
     assert json.loads(json.loads(driver["rayStartParams"]["resources"])) == {"driver": 1}
-    # Its only CPU is the driver's: no task of a stage runs beside it.
+    # The driver uses its only CPU, so no task of a stage runs on the same node.
     assert driver["rayStartParams"]["num-cpus"] == str(MANIFESTS[name]["spec"]["entrypointNumCpus"])
     assert driver["replicas"] == 1
     assert "nodeSelector" in driver["template"]["spec"]
 
 
 @every_job
-def test_an_entrypoint_is_a_job_that_its_cluster_has_room_for(name):
+def test_the_job_of_an_entrypoint_fits_into_its_cluster(name):
     python, script, *arguments = shlex.split(MANIFESTS[name]["spec"]["entrypoint"])
     stage = Path(script).stem
     assert python == "python"
@@ -135,7 +137,7 @@ def test_an_entrypoint_is_a_job_that_its_cluster_has_room_for(name):
     config = load(RunConfig, [in_image(path) for path in options.config], options.overrides)
     assert "://" in config.run_dir
     assert config.address is None
-    if stage == "run":  # nodes come when a stage asks for them
+    if stage == "run":  # nodes are added when a stage needs them
         assert cluster_of(name)["enableInTreeAutoscaling"]
         assert config.nodes_wait_s >= 600
         return
@@ -155,14 +157,14 @@ def test_an_entrypoint_is_a_job_that_its_cluster_has_room_for(name):
             workers += group["replicas"] * fit
     assert workers == resources.workers
     assert gpus == resources.workers * resources.gpus_per_worker
-    beside = 2 * getattr(resources, "readers", 0)
-    assert cpus >= resources.workers * resources.cpus_per_worker + beside
+    reader_cpus = 2 * getattr(resources, "readers", 0)
+    assert cpus >= resources.workers * resources.cpus_per_worker + reader_cpus
 
 
-def test_the_service_is_the_deployment_file_of_a_cluster():
+def test_the_service_has_the_deployment_file_of_a_cluster():
     spec = MANIFESTS["service"]["spec"]
-    deployed = (ROOT / "configs" / "serve" / "cluster.yaml").read_text()
-    assert spec["serveConfigV2"] == deployed[deployed.index("proxy_location:") :]
+    deployment_file = (ROOT / "configs" / "serve" / "cluster.yaml").read_text()
+    assert spec["serveConfigV2"] == deployment_file[deployment_file.index("proxy_location:") :]
     schema = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
     knobs = schema.applications[0].args["serve"]
     fast = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"} | PROXY_TIMEOUTS
@@ -179,5 +181,5 @@ def test_the_service_is_the_deployment_file_of_a_cluster():
 
 
 def in_image(path: str) -> Path:
-    """What is copied to /app, where it comes from."""
+    """Return the source of a file that is copied to /app."""
     return ROOT / Path(path).relative_to("/app")

@@ -30,23 +30,23 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.fixture
 def run_dir(compared: Path) -> Iterator[str]:
-    """A run that takes writes, whose other model is compared; what a test writes to it goes when it ends."""
+    """Yield a run with live writes and another, compared model; the writes of a test are removed after it."""
     live = LiveServe(folder=str(compared / "live"), delta=True, keep_documents=True)
-    with restored(compared, without="live") as kept:
-        found = migration.read(kept)
+    with restored(compared, without="live") as folder:
+        state = migration.read(folder)
         for name in ("before", "after"):
-            config = getattr(found, name)
-            taking_writes = config.serve.model_copy(update={"live": live})
-            found = found.model_copy(update={name: config.model_copy(update={"serve": taking_writes})})
-        migration._write(found)
-        pipeline.make_current(found.before)
-        yield kept
+            config = getattr(state, name)
+            live_config = config.serve.model_copy(update={"live": live})
+            state = state.model_copy(update={name: config.model_copy(update={"serve": live_config})})
+        migration._write(state)
+        pipeline.make_current(state.before)
+        yield folder
 
 
 @pytest.fixture
 def both(run_dir: str) -> tuple[RunConfig, RunConfig]:
-    found = migration.read(run_dir)
-    return found.before, found.after
+    state = migration.read(run_dir)
+    return state.before, state.after
 
 
 def rows_of(texts: Mapping[str, str]) -> list[dict[str, str]]:
@@ -56,7 +56,7 @@ def rows_of(texts: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 class Running:
-    """The service of a run in this process: gateway, document encoder, writer."""
+    """The service of a run, in this process: gateway, document encoder, writer."""
 
     def __init__(self, run_dir: str) -> None:
         served = artifacts.find(AppArgs(run_dir=run_dir))
@@ -72,7 +72,7 @@ class Running:
         self.client = Client(api.build(self.service, served.config))
 
     def fill(self) -> None:
-        """What a health check begins, to its end."""
+        """Run the filling that a health check starts, and wait for its end."""
 
         async def fill() -> None:
             await self.writer.follow_pairs()
@@ -82,7 +82,7 @@ class Running:
         self.client.wait(fill())
 
     def change(self) -> None:
-        """What every gateway does twice a second."""
+        """Read the catalog, as every gateway does twice a second."""
         self.client.wait(self.service.versions.follow())
 
     def write(self, **texts: str) -> None:
@@ -93,21 +93,23 @@ class Running:
         assert self.client("POST", "/documents/delete", json={"doc_ids": doc_ids}).status_code == 200
 
     def documents(self, doc_ids: Any) -> dict[str, str]:
-        """Of the active version the snippets of the documents that are found by their ids."""
+        """Return the snippets of the documents of the active version that have these ids."""
         answers = {doc_id: self.client("GET", f"/documents/{doc_id}") for doc_id in doc_ids}
         return {i: answer.json()["snippet"] for i, answer in answers.items() if answer.status_code == 200}
 
     def found(self) -> tuple[str, list[str]]:
-        """The active version, and all of its documents, by a search."""
+        """Return the active version and the ids of all its documents, by a search."""
         nlist = self.service.versions.content(self.service.versions.active.name).layout.nlist
         answer = self.client.search(query="bakoli menura", k=100, nprobe=nlist).json()
         return answer["index_version"], sorted(hit["doc_id"] for hit in answer["results"])
 
     def vectors(self, index: str, **texts: str) -> bool:
-        """Whether the delta of an index has the vectors that its own model gives documents."""
-        encoded = self.client.wait(self.encoder.encode(rows_of(texts), index))[index].vectors
+        """Return whether the delta of an index has the vectors of its own model for documents."""
+        expected = self.client.wait(self.encoder.encode(rows_of(texts), index))[index].vectors
         live = self.writer._indexes[index]
-        return all(np.allclose(live.vector(i), row, atol=2e-3) for i, row in zip(texts, encoded, strict=True))
+        return all(
+            np.allclose(live.vector(i), row, atol=2e-3) for i, row in zip(texts, expected, strict=True)
+        )
 
     def close(self) -> None:
         self.client.close()
@@ -116,9 +118,9 @@ class Running:
 
 @pytest.fixture
 def running(run_dir: str) -> Iterator[Running]:
-    found = Running(run_dir)
-    yield found
-    found.close()
+    service = Running(run_dir)
+    yield service
+    service.close()
 
 
 def uris(both: tuple[RunConfig, RunConfig]) -> tuple[str, str]:
@@ -126,7 +128,7 @@ def uris(both: tuple[RunConfig, RunConfig]) -> tuple[str, str]:
     return old, new
 
 
-def test_both_models_get_every_write_and_either_answers(running, run_dir, both, capsys):
+def test_both_models_get_every_write_and_either_can_answer(running, run_dir, both, capsys):
     old, new = uris(both)
     version, ids = running.found()
     assert version == "0"
@@ -136,16 +138,16 @@ def test_both_models_get_every_write_and_either_answers(running, run_dir, both, 
     cut_over.add_writes(migration.read(run_dir))
     with pytest.raises(ConfigError, match="does not have every write yet"):
         cut_over.cut_over(run_dir, ServeConfig())
-    running.write(twice="second", meanwhile="menura")  # goes to both, before the earlier ones are filled
+    running.write(twice="second", meanwhile="menura")  # goes to both, before the earlier writes are filled
     running.fill()
-    wanted = sorted({*ids, "early", "twice", "meanwhile"} - {ids[1]})
-    assert running.found() == ("0", wanted)
+    expected = sorted({*ids, "early", "twice", "meanwhile"} - {ids[1]})
+    assert running.found() == ("0", expected)
     assert main(["migrate", "--run", run_dir, "--cut-over"]) == 0
     assert f"before: 0, {old}" in capsys.readouterr().out
-    assert running.found() == ("0", wanted)
+    assert running.found() == ("0", expected)
     running.change()
     name = f"{running.catalog.pairs()[0].mark}-0"
-    assert running.found() == (name, wanted)
+    assert running.found() == (name, expected)
     texts = {"early": "bakoli", "twice": "second", "meanwhile": "menura", ids[0]: "another text"}
     assert running.documents([*texts, ids[1]]) == texts
     assert running.vectors(new, **texts)
@@ -155,12 +157,12 @@ def test_both_models_get_every_write_and_either_answers(running, run_dir, both, 
     running.delete("early", ids[2])
     assert main(["migrate", "--run", run_dir, "--roll-back"]) == 0
     running.change()
-    version, found = running.found()
-    assert (version, found) == ("0", sorted({*wanted, "late"} - {"early", ids[2]}))
+    version, ids_after = running.found()
+    assert (version, ids_after) == ("0", sorted({*expected, "late"} - {"early", ids[2]}))
     assert running.documents(["late", "twice", "early"]) == {"late": "tavezo", "twice": "third"}
 
 
-def test_a_version_of_the_new_model_folds_and_starts_again(running, run_dir, both, capsys):
+def test_a_version_of_the_new_model_folds_and_restarts(running, run_dir, both, capsys):
     running.write(early="bakoli")
     cut_over.add_writes(migration.read(run_dir))
     running.fill()
@@ -168,21 +170,21 @@ def test_a_version_of_the_new_model_folds_and_starts_again(running, run_dir, bot
     running.change()
     assert running.client("POST", "/admin/index/compact").status_code == 200
     mark = running.catalog.pairs()[0].mark
-    version, found = running.found()
+    version, all_ids = running.found()
     assert version == f"{mark}-1"
     assert main(["migrate", "--run", run_dir, "--finish"]) == 0
     assert f"no longer needed: {run_dir}/live" in capsys.readouterr().out
     running.write(late="tavezo")
     assert [*running.writer._indexes] == [uris(both)[1]]
-    with pytest.raises(ConfigError, match="takes no writes"):
+    with pytest.raises(ConfigError, match="does not receive writes"):
         cut_over.roll_back(run_dir, ServeConfig())
     with pytest.raises(ConfigError, match="nothing to finish"):
         cut_over.finish(run_dir, ServeConfig())
     running.writer.close()
     again = Running(run_dir)
     try:
-        assert again.found() == (f"{mark}-1", sorted([*found, "late"]))
-        # To the first model again, and to the other one again: neither has what it was given before it ended.
+        assert again.found() == (f"{mark}-1", sorted([*all_ids, "late"]))
+        # Change to the first model and back: neither keeps the writes from before it ended.
         for model, text in ((both[0], "changed"), (both[1], "changed again")):
             again.write(early=text)
             index = pipeline.locate(model, "index").uri
@@ -190,61 +192,61 @@ def test_a_version_of_the_new_model_folds_and_starts_again(running, run_dir, bot
             again.fill()
             again.client.wait(again.service.versions.activate(again.catalog.version_of(index)))
             assert again.documents(["early"]) == {"early": text}
-            assert again.found()[1] == sorted([*found, "late"])
+            assert again.found()[1] == sorted([*all_ids, "late"])
             assert len(again.catalog.end_others()) == 1
     finally:
         again.close()
 
 
-def test_filling_goes_on_where_it_ended(running, run_dir, both, monkeypatch):
+def test_filling_continues_after_an_interruption(running, run_dir, both, monkeypatch):
     texts = {f"w{n}": f"text number {n}" for n in range(150)}
     running.write(**texts)
     running.write(w3="changed")
     running.delete("w4")
     cut_over.add_writes(migration.read(run_dir))
-    encode, encoded, left = DocumentEncoder.encode, list[str](), [1]
+    encode, encoded_ids, remaining_calls = DocumentEncoder.encode, list[str](), [1]
 
     async def encode_some(self: DocumentEncoder, documents: Any, only: str | None = None) -> Any:
-        if only is not None and not left.pop():
+        if only is not None and not remaining_calls.pop():
             raise OSError("a replica died")
         if only is not None:
-            left.append(0 if len(left) == 0 and len(encoded) == 0 else 1)
-            encoded.extend(row["doc_id"] for row in documents)
+            remaining_calls.append(0 if len(remaining_calls) == 0 and len(encoded_ids) == 0 else 1)
+            encoded_ids.extend(row["doc_id"] for row in documents)
         return await encode(self, documents, only)
 
     monkeypatch.setattr(DocumentEncoder, "encode", encode_some)
     monkeypatch.setattr("scalingnote.serve.writer.FILL_AGAIN_S", 0.0)
     running.fill()
-    first = len(encoded)
+    first = len(encoded_ids)
     assert 0 < first < 149
     assert not running.catalog.pairs()[1].filled
-    left[:] = [1]
+    remaining_calls[:] = [1]
     running.writer.close()
-    again = Running(run_dir)  # as after a kill
+    again = Running(run_dir)  # like after a kill
     try:
         again.fill()
-        assert sorted(encoded) == sorted(texts.keys() - {"w4"})  # none twice
+        assert sorted(encoded_ids) == sorted(texts.keys() - {"w4"})  # no document is encoded twice
         assert again.catalog.pairs()[1].filled
-        wanted = texts | {"w3": "changed"}
-        del wanted["w4"]
-        assert again.vectors(uris(both)[1], **{i: wanted[i] for i in ("w0", "w3", "w149")})
+        expected = texts | {"w3": "changed"}
+        del expected["w4"]
+        assert again.vectors(uris(both)[1], **{i: expected[i] for i in ("w0", "w3", "w149")})
     finally:
         again.close()
 
 
-def test_a_document_that_one_model_rejects_is_in_neither(running, run_dir, both, monkeypatch):
+def test_a_document_that_one_model_rejects_is_in_no_pair(running, run_dir, both, monkeypatch):
     _, ids = running.found()
     cut_over.add_writes(migration.read(run_dir))
     running.fill()
     encode = DocumentEncoder.encode
 
     async def reject(self: DocumentEncoder, documents: Any, only: str | None = None) -> Any:
-        found = await encode(self, documents, only)
-        for (index, rows), bad in zip([*found.items()], ("a", ids[0]), strict=True):
+        rows_of_pairs = await encode(self, documents, only)
+        for (index, rows), bad in zip([*rows_of_pairs.items()], ("a", ids[0]), strict=True):
             vectors = rows.vectors.copy()
             vectors[[i for i, row in enumerate(rows.documents["doc_id"].to_pylist()) if row == bad]] = 0
-            found[index] = rows._replace(vectors=vectors)
-        return found
+            rows_of_pairs[index] = rows._replace(vectors=vectors)
+        return rows_of_pairs
 
     monkeypatch.setattr(DocumentEncoder, "encode", reject)
     rows = [{"doc_id": i, "title": "", "topic": "new", "content": "bakoli"} for i in ("a", "b", ids[0])]
@@ -255,7 +257,7 @@ def test_a_document_that_one_model_rejects_is_in_neither(running, run_dir, both,
     assert running.found()[1] == sorted({*ids, "b"} - {ids[0]})
 
 
-def test_an_index_that_is_live_as_a_whole_keeps_its_towers(run_dir, both):
+def test_a_live_index_without_a_delta_keeps_its_towers(run_dir, both):
     live = LiveServe(folder=f"{run_dir}/live")
     config = both[0].model_copy(update={"serve": both[0].serve.model_copy(update={"live": live})})
     pipeline.make_current(config)
@@ -272,7 +274,7 @@ def test_an_index_that_is_live_as_a_whole_keeps_its_towers(run_dir, both):
         running.close()
 
 
-def test_documents_that_were_not_kept_are_refused_before_anything_is_built(run_dir, both):
+def test_a_migration_without_kept_documents_is_refused(run_dir, both):
     folder = Path(run_dir) / "live"
     running = Running(run_dir)
     live = running.writer.active
@@ -284,15 +286,15 @@ def test_documents_that_were_not_kept_are_refused_before_anything_is_built(run_d
         cut_over.require_kept_writes(migration.read(run_dir))
 
 
-def test_pairs_are_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
+def test_a_pair_is_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
     old, new = uris(both)
     catalog = LiveCatalog(str(tmp_path), LivePair(old), delta=True)
     old_mark = open_artifact(old, kind="index").digest[:8]
     catalog.add(LivePair(new))
     catalog.set_filled(new)
-    catalog.add(LivePair(new))  # again: it stays filled
+    catalog.add(LivePair(new))  # a second time: it stays filled
     assert [(each.index, each.filled) for each in catalog.pairs()] == [(old, True), (new, True)]
-    active = catalog.activate(catalog.version_of(new))[0]  # also where both have the same towers
+    active = catalog.activate(catalog.version_of(new))[0]  # also if both have the same towers
     assert (active.uri, active.dim) == (new, WIDTH)
     assert [each.index for each in catalog.pairs()] == [new, old]
     assert catalog.place("0") == (str(tmp_path), 0)
@@ -303,21 +305,21 @@ def test_pairs_are_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
     catalog.add(LivePair(old))
     assert catalog.pairs()[1].mark.endswith(".2")
     assert catalog.end_others() == (f"{tmp_path}/pairs/{old_mark}.2",)
-    catalog.add(LivePair(old))  # its earlier folder lacks what was written meanwhile
+    catalog.add(LivePair(old))  # its earlier folder lacks later writes
     assert catalog.pairs()[1].mark.endswith(".3")
     catalog.end_others()
-    with pytest.raises(ConfigError, match="another model took its place"):
+    with pytest.raises(ConfigError, match="another model replaced it"):
         catalog.place("0")
 
 
-def test_a_write_that_misses_a_new_pair_is_encoded_again(running, run_dir, both, monkeypatch):
+def test_a_write_without_rows_of_a_new_pair_is_repeated(running, run_dir, both, monkeypatch):
     encode, calls = DocumentEncoder.encode, count()
 
     async def encode_before(self: DocumentEncoder, documents: Any, only: str | None = None) -> Any:
-        found = await encode(self, documents, only)
-        if not next(calls):  # as if the pair came while the documents were encoded
+        rows_of_pairs = await encode(self, documents, only)
+        if not next(calls):  # like a pair that is added while the documents are encoded
             cut_over.add_writes(migration.read(run_dir))
-        return found
+        return rows_of_pairs
 
     monkeypatch.setattr(DocumentEncoder, "encode", encode_before)
     running.write(early="bakoli")

@@ -1,4 +1,4 @@
-"""Documents that the model cannot read whole, from a file to answers, writes, an export and a report."""
+"""Documents that are too long for the model, from a file to answers, writes, an export and a report."""
 
 import asyncio
 import json
@@ -54,15 +54,15 @@ MAX_TOKENS = 48
 
 
 def content_of(number: int) -> str:
-    """Sentences about four things; the last one names the number, behind what the model would read of it."""
+    """Return sentences about four things; the last one has the number, after the part that a model reads."""
     rng = random.Random(number)
     things = [THINGS[number % len(THINGS)], *rng.sample(THINGS, 3)]
-    told = [
+    sentences = [
         f"A {thing} is what chapter {n} of this book describes at length."
         for n in range(8)
         for thing in things
     ]
-    return " ".join([*told, f"The zebra with number {number} ends the book."])
+    return " ".join([*sentences, f"The zebra with number {number} ends the book."])
 
 
 def documents(count: int = 12) -> list[dict]:
@@ -107,9 +107,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def built(config: RunConfig) -> dict[str, Artifact]:
-    made = run_here(config)
+    artifacts = run_here(config)
     pipeline.make_current(config)
-    return made
+    return artifacts
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def query_path(built: dict[str, Artifact]) -> QueryPath:
     return QueryPath(QueryEncoder(built["dual_encoder"].directory("query"), "torch"), terms)
 
 
-def test_the_tokenizer_is_that_of_the_model(config):
+def test_passages_use_the_tokenizer_of_the_model(config):
     assert config.dataset.passages is not None
     assert config.dataset.passages.tokenizer == MODEL
 
@@ -134,7 +134,7 @@ def test_training_on_clicks_is_refused_with_passages(config):
         validate(RunConfig, settings, source="test")
 
 
-def test_no_passage_is_cut(built):
+def test_passages_are_exact_parts_of_their_documents(built):
     table = built["dataset"].table("documents")
     assert len(table) > 5 * 12
     assert built["dataset"].manifest.info["whole_documents"] == 12
@@ -145,7 +145,7 @@ def test_no_passage_is_cut(built):
 
 @pytest.mark.parametrize("terms", [False, True])
 @pytest.mark.parametrize("where", [None, {"topic": "odd"}])
-def test_a_search_gives_each_document_once_by_its_best_passage(built, searcher, query_path, terms, where):
+def test_a_search_returns_a_document_once_by_its_best_passage(built, searcher, query_path, terms, where):
     texts = {row["doc_id"]: row["content"] for row in documents()}
     for query in query_path(["a comet in chapter 3", "the zebra with number 7", "Book 2"]):
         (hits,) = searcher.search(query.embedding, query.terms if terms else None, k=6, where=where)
@@ -161,7 +161,7 @@ def test_a_search_gives_each_document_once_by_its_best_passage(built, searcher, 
 
 
 def brute_force(built: dict[str, Artifact], query: Query) -> list[str]:
-    """Documents by the best inner product of their passages."""
+    """Sort documents by the largest inner product of their passages."""
     table = built["embeddings"].table("embeddings").to_pylist()
     scores: dict[str, float] = {}
     for row in table:
@@ -171,7 +171,7 @@ def brute_force(built: dict[str, Artifact], query: Query) -> list[str]:
 
 
 @pytest.mark.parametrize("first", [1, 4])
-def test_more_passages_are_read_until_k_documents_are_found(built, searcher, query_path, first, monkeypatch):
+def test_more_passages_are_read_until_there_are_k_documents(built, searcher, query_path, first, monkeypatch):
     monkeypatch.setattr(searchers, "FIRST_DEPTH", first)
     for query in query_path(["the zebra with number 7", "a violin", "Book 11"]):
         expected = brute_force(built, query)
@@ -180,19 +180,19 @@ def test_more_passages_are_read_until_k_documents_are_found(built, searcher, que
             assert [hit.doc_id for hit in hits] == expected[:k]
 
 
-def test_many_queries_get_what_each_gets_alone(searcher, query_path):
-    encoded = query_path(["the zebra with number 7", "a violin", "tax and harvest"])
-    together = searcher.search(np.concatenate([query.embedding for query in encoded]), k=5)
-    for query, hits in zip(encoded, together, strict=True):
-        (alone,) = searcher.search(query.embedding, k=5)
-        assert [hit.doc_id for hit in hits] == [hit.doc_id for hit in alone]
+def test_a_batch_of_queries_gives_the_results_of_single_ones(searcher, query_path):
+    queries = query_path(["the zebra with number 7", "a violin", "tax and harvest"])
+    together = searcher.search(np.concatenate([query.embedding for query in queries]), k=5)
+    for query, hits in zip(queries, together, strict=True):
+        (single_hits,) = searcher.search(query.embedding, k=5)
+        assert [hit.doc_id for hit in hits] == [hit.doc_id for hit in single_hits]
 
 
 def test_facets_count_documents(searcher):
     assert filters.facets(searcher.documents(), searcher.fields, most=5) == {"topic": {"even": 6, "odd": 6}}
 
 
-def test_the_report_is_about_documents(built, searcher, query_path):
+def test_the_report_ranks_documents_and_not_passages(built, searcher, query_path):
     report = built["report"].read_json("report.json")
     names = built["report"].names("runs/")
     assert len(names) >= 4
@@ -201,7 +201,7 @@ def test_the_report_is_about_documents(built, searcher, query_path):
         pairs = [tuple(line.split()[:3:2]) for line in lines]
         assert len(set(pairs)) == len(pairs)
         assert {doc_id for _, doc_id in pairs} <= {f"d{n}" for n in range(12)}
-    # The end of each document, which the model would not read of the whole one, answers its query.
+    # The end of each document answers its query; the model would not read it in the uncut document.
     dense = next(
         values for method, values in report["methods"].items() if "(" not in method and "+" not in method
     )
@@ -223,21 +223,21 @@ def test_an_export_has_passages_with_their_documents(built):
     assert [row["passage"] for row in rows.payload_rows()] == [1, 2, 3, 4]
 
 
-def test_a_database_of_passages_answers_with_the_same_documents(built, searcher, query_path, tmp_path):
+def test_a_database_of_passages_returns_the_same_documents(built, searcher, query_path, tmp_path):
     pytest.importorskip("qdrant_client")
     columns = ("topic", *PASSAGE.names)
     source = ExportSource(built["embeddings"], built["dataset"], built["bm25_terms"], columns)
-    made = databases.connect("qdrant", str(tmp_path / "db"), "documents")
-    vectors.export(source, made, checkpoint=str(tmp_path / "checkpoint.json"))
-    made._client.close()
+    collection = databases.connect("qdrant", str(tmp_path / "db"), "documents")
+    vectors.export(source, collection, checkpoint=str(tmp_path / "checkpoint.json"))
+    collection._client.close()
     search = SearchConfig(backend="qdrant", url=str(tmp_path / "db"), collection="documents")
     database = DatabaseSearcher.open(built["index"].uri, search, collection="documents", timeout_s=30.0)
     assert filters.facets(database.documents(), database.fields, most=5) == filters.facets(
         searcher.documents(), searcher.fields, most=5
     )
     for query in query_path(["a comet in chapter 3", "the zebra with number 7"]):
-        (found,) = database.find(query.embedding, k=2000, where={"topic": "odd"})
-        ranked = rank(found, k=2000, joining=DEFAULT_JOINING, layout=database.layout)
+        (candidates,) = database.find(query.embedding, k=2000, where={"topic": "odd"})
+        ranked = rank(candidates, k=2000, joining=DEFAULT_JOINING, layout=database.layout)
         hits = searchers.best_per_document(with_documents(ranked, database.store)).hits()
         (expected,) = searcher.search(query.embedding, k=6, where={"topic": "odd"})
         assert [hit.document for hit in hits] == [hit.document for hit in expected]
@@ -255,30 +255,30 @@ def test_a_service_answers_with_documents(built, query_path):
         for shards in ((0, 1), (2,))
     ]
 
-    async def asked() -> tuple[dict, dict, dict]:
+    async def run() -> tuple[dict, dict, dict]:
         service = Service(Deployed(arms, catalog, searchers), config)
         await service.versions.start()
         assert service.info().documents == 12  # not the passages
         (query,) = query_path(["the zebra with number 7"])
         request = messages.SearchRequest(vector=query.embedding[0].tolist(), k=9, explain=True)
-        found = await service.search(request, RequestRecord("a"))
-        near = await service.similar(messages.SimilarRequest(doc_id="d4", k=11), RequestRecord("b"))
-        return found, near, await service.document("d4")
+        answer = await service.search(request, RequestRecord("a"))
+        similar = await service.similar(messages.SimilarRequest(doc_id="d4", k=11), RequestRecord("b"))
+        return answer, similar, await service.document("d4")
 
-    found, near, document = asyncio.run(asked())
+    answer, similar, document = asyncio.run(run())
     (query,) = query_path(["the zebra with number 7"])
-    assert [hit["doc_id"] for hit in found["results"]] == brute_force(built, query)[:9]
+    assert [hit["doc_id"] for hit in answer["results"]] == brute_force(built, query)[:9]
     texts = {row["doc_id"]: row["content"] for row in documents()}
-    for hit in found["results"]:
+    for hit in answer["results"]:
         messages.Hit.model_validate(hit)
         place = hit["passage"]
         assert texts[hit["doc_id"]][place["start"] : place["end"]].startswith(hit["snippet"][:100])
-    assert sorted(hit["doc_id"] for hit in near["results"]) == sorted(f"d{n}" for n in range(12) if n != 4)
+    assert sorted(hit["doc_id"] for hit in similar["results"]) == sorted(f"d{n}" for n in range(12) if n != 4)
     assert (document["doc_id"], document["passage"]["number"]) == ("d4", 1)
 
 
-def test_a_service_with_a_delta_shows_whole_documents(built, flow, query_path, tmp_path):
-    """Of an updated document no passage of before is found, in whichever group of shards it lies."""
+def test_a_service_with_a_delta_returns_current_documents(built, flow, query_path, tmp_path):
+    """No old passage of an updated document is found, in any group of shards."""
     folder, uri = str(tmp_path / "live"), built["index"].uri
     catalog = LiveCatalog(folder, LivePair(uri), delta=True)
     searchers = [LocalHandle(IndexSearcher(catalog, shards=shards)) for shards in ((0, 1), (2,))]
@@ -290,33 +290,33 @@ def test_a_service_with_a_delta_shows_whole_documents(built, flow, query_path, t
     rows = [{"doc_id": i, "title": "", "topic": "new", "content": text} for i, text in shorter.items()]
     (query,) = query_path(["the zebra with number 7"])
 
-    async def asked() -> None:
+    async def run() -> None:
         config = ServeConfig(live=LiveServe(folder=folder, delta=True), deadline_s=60)
         service = Service(Deployed(arms, catalog, searchers, writer=LocalHandle(writer)), config)
         await service.versions.start()
         await writer.upsert({uri: rows_of(built, flow, rows)})
         await service.writes.delete(["d1", "d2"])
-        left = {name: text for name, text in (texts | shorter).items() if name not in ("d1", "d2")}
+        current = {name: text for name, text in (texts | shorter).items() if name not in ("d1", "d2")}
         request = messages.SearchRequest(vector=query.embedding[0].tolist(), k=12)
         hits = (await service.search(request, RequestRecord("a")))["results"]
-        assert sorted(hit["doc_id"] for hit in hits) == sorted(left)
+        assert sorted(hit["doc_id"] for hit in hits) == sorted(current)
         for hit in hits:
             place = hit["passage"]
-            shown = left[hit["doc_id"]][place["start"] : place["end"]]
-            assert shown.startswith(hit["snippet"][:100])
+            passage = current[hit["doc_id"]][place["start"] : place["end"]]
+            assert passage.startswith(hit["snippet"][:100])
             document = await service.document(hit["doc_id"])
             assert (document["doc_id"], document["passage"]["number"]) == (hit["doc_id"], 1)
-        near = await service.similar(messages.SimilarRequest(doc_id="d4", k=12), RequestRecord("b"))
-        assert sorted(hit["doc_id"] for hit in near["results"]) == sorted(left.keys() - {"d4"})
+        similar = await service.similar(messages.SimilarRequest(doc_id="d4", k=12), RequestRecord("b"))
+        assert sorted(hit["doc_id"] for hit in similar["results"]) == sorted(current.keys() - {"d4"})
         with pytest.raises(RefusedError) as missing:
             await service.document("d2")
         assert missing.value.status == 404
 
-    asyncio.run(asked())
+    asyncio.run(run())
     writer.close()
 
 
-def test_the_writer_counts_documents(built, flow, tmp_path):
+def test_the_writer_counts_documents_and_not_passages(built, flow, tmp_path):
     rows = [{"doc_id": f"new{n}", "title": "", "topic": "odd", "content": content_of(n)} for n in range(2)]
     ready = rows_of(built, flow, rows)
     uri = built["index"].uri
@@ -338,34 +338,36 @@ def test_a_written_document_is_found_by_its_words(built, flow, query_path, live)
     assert hits[0].sparse > hits[1].sparse
 
 
-def test_whole_documents_are_kept_and_filled_into_another_delta(built, flow, tmp_path):
+def test_kept_documents_are_filled_into_another_delta(built, flow, tmp_path):
     uri, config = built["index"].uri, LiveConfig(keep_documents=True)
     before, after = (LiveIndex(tmp_path / name, uri, delta=True, config=config) for name in ("a", "b"))
-    kept = {"d1": content_of(3), "new": content_of(4)}
-    rows = [{"doc_id": i, "title": "", "topic": "odd", "content": text} for i, text in kept.items()]
-    for batch in (rows[:1], [rows[0] | {"content": "brief"}, *rows]):  # of equal ids the last one counts
+    documents_by_id = {"d1": content_of(3), "new": content_of(4)}
+    rows = [
+        {"doc_id": i, "title": "", "topic": "odd", "content": text} for i, text in documents_by_id.items()
+    ]
+    for batch in (rows[:1], [rows[0] | {"content": "brief"}, *rows]):  # the last document of an id counts
         ready = rows_of(built, flow, batch)
         before.upsert(ready.documents, ready.vectors, ready.sources)
     before.delete(["d0", "gone"])
-    asked = []
+    encoded_ids = []
 
     class Encoder:
         async def encode(self, documents: list[dict], only: str) -> dict[str, IndexRows]:
-            asked.extend(row["doc_id"] for row in documents)
+            encoded_ids.extend(row["doc_id"] for row in documents)
             return {only: rows_of(built, flow, documents)}
 
     filler = PairFiller(uri, after, str(before.folder), threading.Lock())
     asyncio.run(filler.run(LocalHandle(Encoder())))
-    assert sorted(asked) == ["d1", "new"]
+    assert sorted(encoded_ids) == ["d1", "new"]
     (old,), (new,) = before.snapshots(), after.snapshots()
     texts = [sorted(each.documents(np.flatnonzero(each.alive))["doc_id"].to_pylist()) for each in (old, new)]
     assert texts[0] == texts[1]
     assert len(texts[0]) > 4
-    named = [
+    written_ids = [
         {i for _, ids in overridden(f"{tmp_path}/{f}/shard-00000", after=0, passages=True) for i in ids}
         for f in "ab"
     ]
-    assert named == [{"d1", "new", "d0", "gone"}] * 2
+    assert written_ids == [{"d1", "new", "d0", "gone"}] * 2
     for index in (before, after):
         index.close()
 
@@ -402,21 +404,21 @@ def passages_of(live: LiveIndex, doc_id: str) -> list[str]:
 def test_a_long_document_is_written_shortened_and_deleted(built, live, flow, query_path):
     (query,) = query_path(["the zebra with number 77"])
     follower, before = LiveSearcher(live), len(live)
-    written = {"doc_id": "new", "title": "Book", "topic": "odd", "content": content_of(77)}
-    assert not write(live, flow, built, [written])
-    own = passages_of(live, "new")
-    assert own == [f"new#{n + 1}" for n in range(len(own))]
-    assert len(own) > 4
+    row = {"doc_id": "new", "title": "Book", "topic": "odd", "content": content_of(77)}
+    assert not write(live, flow, built, [row])
+    passages = passages_of(live, "new")
+    assert passages == [f"new#{n + 1}" for n in range(len(passages))]
+    assert len(passages) > 4
     (hits,) = follower.search(query.embedding, k=3, where={"topic": "odd"})
-    assert [hits[0].doc_id, hits[0].document["passage"]["number"]] == ["new", len(own)]
-    write(live, flow, built, [written | {"content": "A short one. It fits."}])
+    assert [hits[0].doc_id, hits[0].document["passage"]["number"]] == ["new", len(passages)]
+    write(live, flow, built, [row | {"content": "A short one. It fits."}])
     assert passages_of(live, "new") == ["new#1"]
     (hits,) = follower.search(query.embedding, k=20)
     assert sorted(hit.doc_id for hit in hits) == sorted(["new", *(f"d{n}" for n in range(12))])
     live.delete(["new", "unknown"])
     assert passages_of(live, "new") == []
     assert len(live) == before
-    # A document of the index that was built, whose passages may lie in two shards.
+    # The passages of a document of the built index may be in two shards.
     for number in range(12):
         write(live, flow, built, [documents()[number] | {"content": f"Nothing but number {number}."}])
         assert passages_of(live, f"d{number}") == [f"d{number}#1"]
@@ -426,14 +428,14 @@ def test_a_long_document_is_written_shortened_and_deleted(built, live, flow, que
     assert len(live) == 11
 
 
-def test_what_a_crash_left_is_gone_with_the_next_write(built, live, flow, monkeypatch):
+def test_the_next_write_removes_passages_that_a_crash_left(built, live, flow, monkeypatch):
     row = {"doc_id": "new", "title": "Book", "topic": "odd", "content": content_of(5)}
     write(live, flow, built, [row])
     count = len(passages_of(live, "new"))
 
     def crash(rows):
         shards = live.shards[:1]
-        for each in shards:  # the first shard has deleted its own
+        for each in shards:  # only the first shard deletes its passages
             each.delete([passage for passage in rows if each.knows([passage])[0]])
         raise KeyboardInterrupt
 
@@ -448,22 +450,22 @@ def test_what_a_crash_left_is_gone_with_the_next_write(built, live, flow, monkey
 
 def test_compaction_keeps_passages(built, live, flow, query_path):
     write(live, flow, built, [{"doc_id": "new", "title": "Book", "topic": "odd", "content": content_of(77)}])
-    own = passages_of(live, "new")
+    passages = passages_of(live, "new")
     live.compact()
     assert live.layout.passages
-    assert passages_of(live, "new") == own
+    assert passages_of(live, "new") == passages
     (query,) = query_path(["the zebra with number 77"])
     (hits,) = LiveSearcher(live).search(query.embedding, k=1, where={"topic": "odd"})
     assert hits[0].doc_id == "new"
 
 
-def test_a_document_with_a_passage_that_cannot_be_encoded_is_rejected_whole(built, live, flow):
+def test_a_document_with_an_invalid_passage_is_rejected(built, live, flow):
     class Refusing(DocumentFlow):
         def __call__(self, table):
             ready = super().__call__(table)
-            kept = [doc_id != "new#2" for doc_id in ready.table["doc_id"].to_pylist()]
+            is_valid = [doc_id != "new#2" for doc_id in ready.table["doc_id"].to_pylist()]
             bad = {"table": "documents", "row": "new#2", "reason": "broken"}
-            return replace(ready, table=ready.table.filter(kept), rejected=[bad])
+            return replace(ready, table=ready.table.filter(is_valid), rejected=[bad])
 
     rows = [
         {"doc_id": "new", "title": "", "topic": "odd", "content": content_of(1)},
@@ -475,15 +477,15 @@ def test_a_document_with_a_passage_that_cannot_be_encoded_is_rejected_whole(buil
     assert passages_of(live, "other") == ["other#1"]
 
 
-def test_new_files_are_divided_as_the_documents_of_the_run(config, built, tmp_path):
+def test_new_files_are_divided_like_documents_of_the_run(config, built, tmp_path):
     (tmp_path / "more.jsonl").write_text(
         json.dumps({"doc_id": "new", "title": "Book 0", "content": content_of(0)})
     )
-    made = run_without_ray(
+    ingested = run_without_ray(
         pipeline.ingest, IngestConfig(), str(tmp_path / "more.jsonl"), run_dir=config.run_dir
     )
-    ids = made.table("ready")["doc_id"].to_pylist()
-    own = [
+    ids = ingested.table("ready")["doc_id"].to_pylist()
+    expected = [
         row["doc_id"] for row in built["dataset"].table("documents").to_pylist() if row["document_id"] == "d0"
     ]
-    assert ids == [name.replace("d0#", "new#") for name in own]
+    assert ids == [name.replace("d0#", "new#") for name in expected]

@@ -1,4 +1,4 @@
-"""A call whose replica died: one that reads is made once more, one that writes never is."""
+"""Calls to replicas that die: a call that reads is made once more, a call that writes never is."""
 
 import asyncio
 from typing import Any
@@ -21,13 +21,13 @@ LOST = [
 
 
 class Response:
-    """An answer of a replica, as a handle gives it: it may be cancelled."""
+    """A fake answer of a replica, which may be cancelled."""
 
     def __init__(self, outcome: Any) -> None:
         self._outcome, self.cancelled = outcome, False
 
     def __await__(self) -> Any:
-        if self._outcome is None:  # none, ever
+        if self._outcome is None:  # it never comes
             yield from asyncio.get_running_loop().create_future()
         if isinstance(self._outcome, BaseException):
             raise self._outcome
@@ -38,7 +38,7 @@ class Response:
 
 
 class Handle(DeploymentHandle):
-    """A deployment whose calls have these outcomes, one after the other."""
+    """A fake deployment; its calls have these outcomes, one after the other."""
 
     def __init__(self, *outcomes: Any) -> None:
         self._outcomes = list(outcomes)
@@ -48,8 +48,8 @@ class Handle(DeploymentHandle):
     def __getattr__(self, name: str) -> Any:
         return self
 
-    def remote(self, *args: Any, **named: Any) -> Any:
-        self.calls.append((args, named))
+    def remote(self, *args: Any, **options: Any) -> Any:
+        self.calls.append((args, options))
         self.responses.append(Response(self._outcomes.pop(0)))
         return self.responses[-1]
 
@@ -62,7 +62,7 @@ def ask(handle: Any) -> Any:
 
 
 @pytest.mark.parametrize("lost", LOST, ids=lambda error: type(error).__name__)
-def test_a_read_is_tried_once_on_another_replica(lost):
+def test_a_read_is_repeated_once_on_another_replica(lost):
     handle = Handle(lost, "an answer")
     assert ask(ReadHandle(handle)) == "an answer"
     assert handle.calls == [(("a query",), {"user_id": "u"})] * 2
@@ -71,7 +71,7 @@ def test_a_read_is_tried_once_on_another_replica(lost):
 @pytest.mark.parametrize(
     "outcomes", [[LOST[1], LOST[1]], [ValueError("of the request")]], ids=["lost twice", "of one that lives"]
 )
-def test_other_errors_are_not_tried_again(outcomes):
+def test_other_errors_are_not_retried(outcomes):
     handle = Handle(*outcomes, "too late")
     with pytest.raises(type(outcomes[0])):
         ask(ReadHandle(handle))
@@ -79,7 +79,7 @@ def test_other_errors_are_not_tried_again(outcomes):
 
 
 @pytest.mark.parametrize("outcomes", [[None], [LOST[1], None]], ids=["first", "second"])
-def test_a_call_that_nobody_waits_for_is_dropped_by_its_replica(outcomes):
+def test_a_cancelled_call_is_cancelled_in_its_replica(outcomes):
     handle = Handle(*outcomes)
 
     async def called() -> None:
@@ -91,7 +91,7 @@ def test_a_call_that_nobody_waits_for_is_dropped_by_its_replica(outcomes):
     assert handle.responses[-1].cancelled
 
 
-def test_all_parts_but_the_writer_are_for_gateway():
+def test_the_gateway_repeats_reads_of_all_parts_but_the_writer():
     local = LocalHandle(object())
     assert for_reading(local) is local
     handles = {name: Handle() for name in ("documents", "reranker", "teacher", "document_encoder", "writer")}
@@ -105,6 +105,6 @@ def test_all_parts_but_the_writer_are_for_gateway():
     assert Deployed(arms).for_gateway().writer is None
 
 
-def test_an_aggregator_asks_its_searchers_again():
+def test_an_aggregator_repeats_reads_of_its_searchers():
     (target,) = Aggregator([Handle()], [3], hedged=False)._fan_out._targets
     assert type(target.handle) is ReadHandle

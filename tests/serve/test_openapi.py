@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is one that /openapi.json describes, and never a fault of the server."""
+"""For every request, /openapi.json describes the answer, and the answer is never a fault of the server."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ from scalingnote.serve.embeddings import OpenAIRefusal
 from scalingnote.serve.messages import Document, Range, Refusal
 from scalingnote.storage.artifact import Artifact
 
-# What the server's threads draw while Hypothesis draws an example looks to it as if the example had drawn it.
+# Hypothesis takes random numbers that threads of the server draw for numbers drawn by an example.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"
 )
@@ -60,7 +60,7 @@ OPERATIONS = [
 
 
 class Writer:
-    """Takes all that comes so far."""
+    """A fake encoder and writer that accepts every document."""
 
     async def encode(self, documents: list[dict[str, Any]]) -> dict[str, IndexRows]:
         rows = pa.table({"doc_id": [row["doc_id"] for row in documents]})
@@ -88,21 +88,20 @@ def client(index: Artifact, query_tower: Artifact) -> Iterator[Client]:
         "writer": LocalHandle(Writer()),
         "reranker": LocalHandle(Reranker()),
     }
-    made_of = service(index, query_tower, config, **parts)
-    made = Client(api.build(made_of, config))
-    yield made
-    made.close()
+    http_client = Client(api.build(service(index, query_tower, config, **parts), config))
+    yield http_client
+    http_client.close()
 
 
 @pytest.fixture(scope="module")
-def described(client: Client) -> Any:
+def api_schema(client: Client) -> Any:
     return schemathesis.openapi.from_dict(client("GET", "/openapi.json").json())
 
 
-def answered(client: Client, method: str, path: str, *, hurried: bool = False, **sent: Any) -> Any:
-    """An answer that is no fault of the server, and of the one form if it is a refusal."""
-    answer = client(method, path, **sent)
-    assert answer.status_code < 500 or (hurried and answer.status_code == 503), (answer.text, sent)
+def checked_answer(client: Client, method: str, path: str, *, hurried: bool = False, **options: Any) -> Any:
+    """Send a request, and check that its answer is not a fault of the server, or is a valid refusal."""
+    answer = client(method, path, **options)
+    assert answer.status_code < 500 or (hurried and answer.status_code == 503), (answer.text, options)
     if answer.status_code >= 400 and method != "HEAD":
         assert answer.headers["x-request-id"]
         if answer.request.url.path.startswith("/v1/"):
@@ -115,26 +114,28 @@ def answered(client: Client, method: str, path: str, *, hurried: bool = False, *
     return answer
 
 
-def test_every_operation_is_tried(described):
-    tried = {(each.ok().path, each.ok().method.upper()) for each in described.get_all_operations()}
-    assert tried == set(OPERATIONS)
+def test_every_operation_is_in_the_list_of_tests(api_schema):
+    operations = {(each.ok().path, each.ok().method.upper()) for each in api_schema.get_all_operations()}
+    assert operations == set(OPERATIONS)
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("path", "method"), OPERATIONS, ids=lambda value: value)
-def test_answers_are_those_that_the_openapi_describes(client, described, path, method, mode):
-    operation = described[path][method]
+def test_openapi_describes_every_answer(client, api_schema, path, method, mode):
+    operation = api_schema[path][method]
     if mode is GenerationMode.NEGATIVE and not operation.body:
-        return  # nothing to get wrong
+        return  # it has no body that could be invalid
 
     @settings(derandomize=True, max_examples=25, database=None)
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         kwargs = case.as_transport_kwargs(base_url="http://test")
         kwargs["content"] = kwargs.pop("data", None)
-        sent = {name: kwargs[name] for name in ("headers", "json", "content") if kwargs.get(name) is not None}
+        options = {
+            name: kwargs[name] for name in ("headers", "json", "content") if kwargs.get(name) is not None
+        }
         hurried = "deadline_ms" in (case.body if isinstance(case.body, dict) else ())
-        answer = answered(client, kwargs["method"], kwargs["url"], hurried=hurried, **sent)
+        answer = checked_answer(client, kwargs["method"], kwargs["url"], hurried=hurried, **options)
         case.validate_response(answer, checks=CHECKS)
 
     check()
@@ -170,7 +171,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
 
 
 def with_null(value: Any, schema: Any, models: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Optional fields of an object, and of those in it: name, the object without it, and with null for it."""
+    """Yield for each optional field, also of nested objects: name, the object without it, and with null."""
     kinds = [models[kind["$ref"].rpartition("/")[2]] if "$ref" in kind else kind for kind in kinds_of(schema)]
     for kind in kinds if isinstance(value, dict) else ():
         for name, field in kind.get("properties", {}).items():
@@ -187,29 +188,31 @@ def kinds_of(schema: Any) -> list[Any]:
 
 
 def test_null_for_an_optional_field_means_its_default(client):
-    described, tried = client("GET", "/openapi.json").json(), set()
+    api_schema, fields = client("GET", "/openapi.json").json(), set()
     varying = ("request_id", "timings_ms")
     for path, method in OPERATIONS:
-        body = described["paths"][path][method.lower()].get("requestBody")
+        body = api_schema["paths"][path][method.lower()].get("requestBody")
         if body is None:
             continue
-        schema, models = body["content"]["application/json"]["schema"], described["components"]["schemas"]
+        schema, models = body["content"]["application/json"]["schema"], api_schema["components"]["schemas"]
         for good in GOOD[path]:
             for name, without, null in with_null(good, schema, models):
-                answers = [answered(client, method, path, json=sent) for sent in (without, null)]
+                answers = [
+                    checked_answer(client, method, path, json=null_body) for null_body in (without, null)
+                ]
                 contents = [each.json() for each in answers]
                 for each in contents:
                     for key in varying if isinstance(each, dict) else ():
                         each.pop(key, None)
                 assert answers[0].status_code == answers[1].status_code, (path, name, answers[1].text)
                 assert contents[0] == contents[1], (path, name)
-                tried.add((path, name))
-    assert len(tried) > 30
-    assert ("/similarity", "parameters.truncation_direction") in tried
-    assert ("/v1/embeddings", "encoding_format") in tried
+                fields.add((path, name))
+    assert len(fields) > 30
+    assert ("/similarity", "parameters.truncation_direction") in fields
+    assert ("/v1/embeddings", "encoding_format") in fields
 
 
-def test_null_in_a_document_or_a_range_means_the_default():
+def test_null_in_documents_and_ranges_means_the_default():
     document = Document.model_validate({"doc_id": "d", "title": None, "price": None})
     assert document.model_dump() == {"doc_id": "d", "title": "", "topic": "", "content": "", "price": None}
     assert Range.model_validate({"min": None, "max": 3}) == Range(max=3)
@@ -217,7 +220,7 @@ def test_null_in_a_document_or_a_range_means_the_default():
         Document.model_validate({"doc_id": None})
 
 
-def test_every_status_is_described_by_itself(client):
+def test_openapi_lists_every_status_separately(client):
     for path, operations in client("GET", "/openapi.json").json()["paths"].items():
         for method, operation in operations.items():
             statuses = operation["responses"].keys()
@@ -244,11 +247,11 @@ def test_ambiguous_json_is_refused(client, odd):
         if path in ("/admin/index/compact", "/admin/index/roll_back"):
             continue  # they read no body
         headers = {"content-type": "application/json"}
-        answer = answered(client, "POST", path, content=ODD_JSON[odd], headers=headers)
+        answer = checked_answer(client, "POST", path, content=ODD_JSON[odd], headers=headers)
         assert answer.status_code == (400 if path.startswith("/v1/") else 422), (path, answer.text)
     rows = ODD_JSON[odd].replace(b'"a"', b'"doc_id": "d", "price"', 1)
-    whole = b'{"documents": [' + rows + b"]}"
-    answer = answered(client, "POST", "/documents", content=whole, headers=headers)
+    body = b'{"documents": [' + rows + b"]}"
+    answer = checked_answer(client, "POST", "/documents", content=body, headers=headers)
     assert answer.status_code == 422 or odd == "a name twice", answer.text
 
 
@@ -258,7 +261,7 @@ def test_ambiguous_json_is_refused(client, odd):
     path=st.sampled_from([path for path, _ in OPERATIONS] + ["/", "/page/", "/page/..%2fapi.py", "/docs"]),
     doc_id=st.binary(max_size=20) | st.sampled_from([b"d7", b"x" * 600, b"..", b"\x00", b"a/b", b"%2f"]),
 )
-def test_any_method_and_any_id_is_answered(client, method, path, doc_id):
-    quoted = "".join(f"%{byte:02x}" for byte in doc_id)
-    answer = answered(client, method, path.replace("{doc_id}", quoted))
+def test_any_method_and_any_id_gets_a_valid_answer(client, method, path, doc_id):
+    escaped_id = "".join(f"%{byte:02x}" for byte in doc_id)
+    answer = checked_answer(client, method, path.replace("{doc_id}", escaped_id))
     assert answer.status_code != 405 or answer.headers["allow"]

@@ -36,7 +36,7 @@ CASES = [
     ("x", "café", "café"),
     ("key", "", ""),
 ]  # fmt: skip
-# The page's own module, in playwright's node; a fragment is a list of strings and elements.
+# This runs the module of the page in playwright's node. A fragment is a list of strings and elements.
 PROGRAM = """
 globalThis.document = {
   createDocumentFragment: () => Object.assign([], {append(...more) { this.push(...more); }}),
@@ -53,9 +53,9 @@ import("data:text/javascript," + encodeURIComponent(code)).then(({highlighter}) 
 def on_the_page() -> list[str]:
     code = (resources.files("scalingnote.serve") / "page/highlight.js").read_text(encoding="utf-8")
     node = compute_driver_executable()[0]
-    given = json.dumps({"code": code, "cases": CASES})
-    ran = subprocess.run([node, "-e", PROGRAM], input=given, capture_output=True, text=True, check=True)
-    return json.loads(ran.stdout)
+    data = json.dumps({"code": code, "cases": CASES})
+    process = subprocess.run([node, "-e", PROGRAM], input=data, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[query for query, _, _ in CASES])

@@ -1,4 +1,4 @@
-"""Reservations of Ray, and parts that no node could run: found before anything is deployed."""
+"""Reservations of Ray, and parts that no node can run, which are found before a deployment."""
 
 from typing import Any
 
@@ -27,29 +27,29 @@ def served(args: dict[str, Any], **knobs: Any) -> ServedArtifacts:
         deployments = knobs.get("deployments", {})
         searcher = {"num_replicas": 2, **deployments.get("searcher", {})}
         knobs = {**knobs, "deployments": {**deployments, "searcher": searcher}}
-    found = artifacts.find(AppArgs.model_validate({**args, "serve": knobs}))
-    assert isinstance(found, ServedArtifacts)
-    return found
+    parts = artifacts.find(AppArgs.model_validate({**args, "serve": knobs}))
+    assert isinstance(parts, ServedArtifacts)
+    return parts
 
 
-def searchers(found: ServedArtifacts) -> list[Deployment]:
-    return [each._bound_deployment for each in app._searchers(found)]
+def searchers(parts: ServedArtifacts) -> list[Deployment]:
+    return [each._bound_deployment for each in app._searchers(parts)]
 
 
 def node(cpus: float, memory: float, labels: dict[str, str] | None = None, **resources: float) -> Any:
-    held = {"CPU": cpus, "memory": memory * GIB, "node:10.0.0.1": 1.0, "object_store_memory": 1e9}
-    return {"Alive": True, "Resources": held | resources, "Labels": labels or {}}
+    amounts = {"CPU": cpus, "memory": memory * GIB, "node:10.0.0.1": 1.0, "object_store_memory": 1e9}
+    return {"Alive": True, "Resources": amounts | resources, "Labels": labels or {}}
 
 
 def files(index: Artifact, shard: int) -> tuple[int, int]:
-    """Bytes of a shard: vectors, and ids with filter columns."""
+    """Return the bytes of a shard: of vectors, and of ids with filter columns."""
     layout, parts = open_layout(index), index.manifest.parts
     vectors = vector_files(shard, family=layout.family, refine=layout.refine)
     others = [f"shard-{shard:05d}/{name}" for name in ("columns.arrow", "ids.npy")]
     return sum(parts[name].bytes for name in vectors), sum(parts[name].bytes for name in others)
 
 
-def test_rays_own_options_reach_ray_by_their_own_names(args):
+def test_options_of_ray_reach_ray_by_their_names(args):
     config = {
         "searcher": {
             "num_cpus": 2,
@@ -61,8 +61,8 @@ def test_rays_own_options_reach_ray_by_their_own_names(args):
         "gateway": {"label_selector": {"zone": "!b"}},
         "encoder": {"num_replicas": 1, "num_gpus": 0.25},
     }
-    found = served(args, **APART, deployments=config)
-    for each in searchers(found):
+    parts = served(args, **APART, deployments=config)
+    for each in searchers(parts):
         assert each.ray_actor_options == {
             "num_cpus": 2,
             "memory": 3 * GIB,
@@ -70,13 +70,13 @@ def test_rays_own_options_reach_ray_by_their_own_names(args):
             "label_selector": {"disk": "nvme"},
         }
         assert each._replica_config.max_replicas_per_node == 1
-    gateway = app.bind(found)._bound_deployment
+    gateway = app.bind(parts)._bound_deployment
     assert gateway.ray_actor_options == {"num_cpus": 0.1, "label_selector": {"zone": "!b"}}
-    encoder = app._arm(found.arms[0], found.config).encoder._bound_deployment
+    encoder = app._arm(parts.arms[0], parts.config).encoder._bound_deployment
     assert encoder.ray_actor_options == {"num_cpus": 0.1, "num_gpus": 0.25}
 
 
-def test_deployments_can_be_set_in_the_shell():
+def test_deployments_can_be_set_on_the_command_line():
     knobs = [
         "model=m",
         "serve.deployments.searcher.max_replicas_per_node=1",
@@ -97,8 +97,8 @@ def test_deployments_can_be_set_in_the_shell():
 
 def test_a_searcher_reserves_memory_for_each_version(args, index):
     def memory(shard: int, **knobs: Any) -> int:
-        deployed = searchers(served(args, **APART | knobs))
-        return int((deployed[shard].ray_actor_options or {}).get("memory", 0))
+        deployments = searchers(served(args, **APART | knobs))
+        return int((deployments[shard].ray_actor_options or {}).get("memory", 0))
 
     for shard in (0, 1):
         vectors, others = files(index, shard)
@@ -108,13 +108,13 @@ def test_a_searcher_reserves_memory_for_each_version(args, index):
         assert memory(shard, versions_kept=3) == 3 * vectors + others
         two = {"searcher": {"max_replicas_per_node": 2}}
         assert memory(shard, deployments=two, versions_kept=1) == vectors + -(-others // 2)
-        own = {"searcher": {"max_replicas_per_node": 1}}
-        assert memory(shard, deployments=own, versions_kept=1) == vectors + others
+        one = {"searcher": {"max_replicas_per_node": 1}}
+        assert memory(shard, deployments=one, versions_kept=1) == vectors + others
         assert memory(shard, deployments={"searcher": {"memory": 0}}) == 0
-    # The kept vectors of this index can stay in their files, its lists of fast scan cannot.
-    kept = index.manifest.parts["shard-00000/kept.faiss"].bytes
+    # The kept vectors of this index can stay in their files, but its lists of fast scan cannot.
+    kept_bytes = index.manifest.parts["shard-00000/kept.faiss"].bytes
     vectors, others = files(index, 0)
-    assert memory(0, mapped=True, versions_kept=2) == 2 * (vectors - kept) + kept + others
+    assert memory(0, mapped=True, versions_kept=2) == 2 * (vectors - kept_bytes) + kept_bytes + others
     both = sum(map(sum, (files(index, shard) for shard in (0, 1))))
     gateway = app.bind(served(args, versions_kept=1))._bound_deployment
     assert gateway.ray_actor_options["memory"] == both
@@ -128,15 +128,15 @@ FITS: list[tuple[dict[str, Any], list[Any], str]] = [
     (
         {"memory": 9 * GIB},
         [node(4, 8), node(4, 8), node(0, 2), DEAD],
-        "IndexSearcher-000 asks for 0.1 CPUs and 9.0 GiB memory a replica, no node has that; the cluster has "
+        "IndexSearcher-000 needs 0.1 CPUs and 9.0 GiB memory per replica, no node has that; the cluster has "
         "2 nodes of 4 CPUs, 8.0 GiB memory; 1 nodes of 0 CPUs, 2.0 GiB memory",
     ),
-    (  # each would fit by itself
+    (  # each fits separately
         {"memory": 5 * GIB},
         [node(4, 8), node(4, 8)],
         "the replicas reserve 20.0 GiB memory, the cluster has 16.0 GiB memory",
     ),
-    ({"resources": {"nvme": 1}}, [node(4, 8)], "IndexSearcher-000 asks for 1 nvme, no node has any"),
+    ({"resources": {"nvme": 1}}, [node(4, 8)], "IndexSearcher-000 needs 1 nvme, no node has any"),
     ({"resources": {"nvme": 1}}, [node(4, 8, nvme=4.0)], ""),
     (LABELS, [node(4, 8, {"disk": "hdd"})], "labels {'disk': 'in(nvme, ssd)'}, no node has them"),
     (LABELS, [node(4, 8, {"disk": "ssd"})], ""),
@@ -145,16 +145,16 @@ FITS: list[tuple[dict[str, Any], list[Any], str]] = [
     (
         {"max_replicas_per_node": 1},
         [node(4, 8), node(0, 8)],
-        "IndexSearcher-000 has 2 replicas, at most 1 a node, and 1 nodes that fit",
+        "IndexSearcher-000 has 2 replicas, at most 1 per node, and 1 nodes that fit",
     ),
 ]
 
 
 @pytest.mark.parametrize(("searcher", "nodes", "reason"), FITS)
-def test_what_no_node_could_run_is_named(args, searcher, nodes, reason):
-    found = served(args, **APART, deployments={"searcher": searcher})
-    said = placement.problems(app.bind(found), nodes)
-    assert reason in said[0] if reason else said == []
+def test_a_part_that_no_node_can_run_is_a_problem(args, searcher, nodes, reason):
+    parts = served(args, **APART, deployments={"searcher": searcher})
+    problems = placement.problems(app.bind(parts), nodes)
+    assert reason in problems[0] if reason else problems == []
 
 
 def test_the_sum_of_all_reservations_is_checked(args):

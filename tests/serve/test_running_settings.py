@@ -20,7 +20,7 @@ from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings
 GIVEN = ServeConfig(deadline_s=9, limits={"max_k": 7, "rate": 5.0}, canary=0.5)
 
 
-def test_what_is_named_changes_and_the_rest_is_the_applications():
+def test_only_settings_in_the_user_config_change():
     running = RunningSettings(GIVEN, "gateway")
     now = running.take({"limits": {"rate": 6}, "deadline_s": 1})
     assert (now.limits.max_k, now.limits.rate, now.deadline_s, now.canary) == (7, 6, 1, 0.5)
@@ -37,7 +37,7 @@ def test_what_is_named_changes_and_the_rest_is_the_applications():
         ("gateway", {"limits": 3}, "user_config of the gateway: .*limits"),
     ],
 )
-def test_a_mistake_ends_a_replica_that_starts_and_changes_none_that_runs(part, user_config, message):
+def test_invalid_settings_do_not_change_a_running_replica(part, user_config, message):
     with pytest.raises(ConfigError, match=message):
         RunningSettings(GIVEN, part).take(user_config)
     running = RunningSettings(GIVEN, part)
@@ -48,19 +48,19 @@ def test_a_mistake_ends_a_replica_that_starts_and_changes_none_that_runs(part, u
     assert not running.refused
 
 
-def test_a_gateway_answers_by_the_latest_settings(index, query_tower):
-    made = service(index, query_tower, GIVEN)
+def test_a_gateway_applies_the_latest_settings(index, query_tower):
+    gateway = service(index, query_tower, GIVEN)
     admission = Admission(GIVEN.limits)
-    client = Client(api.build(made, GIVEN, admission=admission))
+    client = Client(api.build(gateway, GIVEN, admission=admission))
     assert client.search(query="bakoli", k=5).status_code == 200
     now = RunningSettings(GIVEN, "gateway").take({"limits": {"max_k": 2, "max_body_bytes": 1024}})
     admission.limits = now.limits
-    made.take_settings(now, refused="")
+    gateway.take_settings(now, refused="")
     assert client.search(query="bakoli", k=5).status_code == 422
     assert client.search(query="b" * 2000).status_code == 413
     assert client("GET", "/info").json()["max_k"] == 2
     assert client("GET", "/healthz").json()["status"] == "ok"
-    made.take_settings(now, refused="a reason")
+    gateway.take_settings(now, refused="a reason")
     assert client("GET", "/healthz").json() | {"shards": 0} == {
         "status": "degraded",
         "encoder_answers": True,
@@ -71,36 +71,38 @@ def test_a_gateway_answers_by_the_latest_settings(index, query_tower):
     client.close()
 
 
-def test_a_cache_that_gets_smaller_keeps_what_was_asked_last():
-    asked: list[str] = []
+def test_a_smaller_cache_keeps_the_latest_queries():
+    encoded_queries: list[str] = []
 
     def encode(queries: Any) -> np.ndarray:
-        asked.extend(queries)
+        encoded_queries.extend(queries)
         return np.zeros((len(queries), 1), np.float32)
 
     cache = QueryCache(encode, 3)
     cache.encode(["a", "b", "c"])
     cache.resize(2)
     cache.encode(["b", "c"])
-    assert asked == ["a", "b", "c"]
+    assert encoded_queries == ["a", "b", "c"]
     cache.encode(["a"])
-    assert asked[3:] == ["a"]
+    assert encoded_queries[3:] == ["a"]
 
 
 def files() -> list[Any]:
-    found = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "configs" / "serve").glob("*.yaml"))]
-    return [ServeDeploySchema.model_validate(each) for each in found]
+    contents = [
+        yaml.safe_load(path.read_text()) for path in sorted((ROOT / "configs" / "serve").glob("*.yaml"))
+    ]
+    return [ServeDeploySchema.model_validate(each) for each in contents]
 
 
 @pytest.mark.parametrize("schema", files(), ids=lambda schema: schema.applications[0].args["run_dir"])
-def test_other_limits_in_a_file_are_no_other_application_for_serve(schema):
+def test_a_new_user_config_does_not_restart_replicas(schema):
     (application,) = schema.applications
     config = AppArgs.model_validate(application.args).serve
     version = get_app_code_version(application)
     for each in application.deployments:
         part = "gateway" if each.name == "Gateway" else "encoder"
         RunningSettings(config, part).take(each.user_config)
-        # What Serve lets running replicas have: anything else is a new version of their code.
+        # Serve passes the user_config to running replicas; any other change is a new version of their code.
         assert {*each.user_config} <= {*RUNNING_SETTINGS[part]}
         each.user_config = dict.fromkeys(RUNNING_SETTINGS[part])
     assert get_app_code_version(application) == version
@@ -111,7 +113,7 @@ def test_other_limits_in_a_file_are_no_other_application_for_serve(schema):
 # --- numbers of replicas -----------------------------------------------------------------------------------
 
 
-def test_serve_gets_the_limits_between_which_it_adds_replicas(index, query_tower):
+def test_serve_gets_the_options_of_autoscaling(index, query_tower):
     knobs = {
         "gateway": {"autoscaling_config": AUTO},
         "encoder": {"autoscaling_config": AUTO | {"upscale_delay_s": 5}},
@@ -127,17 +129,17 @@ def test_serve_gets_the_limits_between_which_it_adds_replicas(index, query_tower
     (searcher,) = app._searchers(served)
     assert deployed(searcher)._deployment_config.max_surge_percent == 50
     assert deployed(searcher).num_replicas == 2
-    # The fewest must find room, more may wait for a node.
+    # The smallest number of replicas must fit; more replicas may wait for a node.
     nodes = [{"Alive": True, "Resources": {"CPU": 1.0, "memory": 1e12}, "Labels": {}}]
     assert placement.problems(application, nodes) == []
     nodes[0]["Resources"]["CPU"] = 0.5  # of 2 gateways, 2 encoders, 2 searchers
     assert "the replicas reserve 0.6 CPUs" in placement.problems(application, nodes)[0]
 
 
-def test_gateways_that_may_become_many_do_not_hold_the_index(index, query_tower):
+def test_autoscaled_gateways_do_not_hold_the_index(index, query_tower):
     args = {"index": index.uri, "query_tower": query_tower.uri}
     for gateway, searches in (({}, True), ({"autoscaling_config": AUTO | {"min_replicas": 1}}, False)):
-        found = artifacts.find(
+        served = artifacts.find(
             AppArgs.model_validate({**args, "serve": {"deployments": {"gateway": gateway}}})
         )
-        assert found.gateway_searches == searches
+        assert served.gateway_searches == searches

@@ -1,4 +1,4 @@
-"""A service with a vector database behind it answers as one with its own index, or says why it cannot."""
+"""A service with a vector database answers like one with its own index, or reports why it cannot."""
 
 import time
 from collections.abc import Iterator
@@ -26,20 +26,20 @@ CLIENTS = {"qdrant": "qdrant_client", "milvus": "pymilvus"}
 
 
 def loaded(backend: str, index: Artifact, folder: Path, collection: str = "scalingnote") -> dict[str, Any]:
-    """A database with the documents of an index, as a config names it."""
+    """Write the documents of an index to a database, and return the settings for it."""
     url = f"{folder / backend}.db"
     dataset, embeddings = (
         open_artifact(index.manifest.parents[kind]["uri"], kind=kind) for kind in ("dataset", "embeddings")
     )
-    made = databases.connect(backend, url, collection)
+    target = databases.connect(backend, url, collection)
     source = vectors.ExportSource(embeddings, dataset, None, ("title", "topic"))
-    vectors.export(source, made, checkpoint=f"{folder}/{collection}.json")
-    made._client.close()
+    vectors.export(source, target, checkpoint=f"{folder}/{collection}.json")
+    target._client.close()
     return {"backend": backend, "url": url, "collection": collection}
 
 
 @pytest.fixture(scope="module")
-def own(index: Artifact, query_tower: Artifact) -> Iterator[Client]:
+def own_client(index: Artifact, query_tower: Artifact) -> Iterator[Client]:
     config = ServeConfig(deadline_s=60)
     client = Client(api.build(service(index, query_tower, config), config))
     yield client
@@ -53,14 +53,14 @@ def database(
     query_tower: Artifact,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[str, Client, Servicer, Any]]:
-    """The name of a database, a service that searches it by HTTP and by gRPC, and the database's client."""
+    """Yield the name of a database, a service that searches it over HTTP and gRPC, and its client."""
     pytest.importorskip(CLIENTS[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     config = ServeConfig(deadline_s=60, search=loaded(request.param, index, folder))
-    made = service(index, query_tower, config)
-    client = Client(api.build(made, config))
-    (searcher,) = made._deployed.searchers[0].target._held.values()
-    servicer = Servicer(made, Admission(config.limits), lambda *_: None)
+    gateway = service(index, query_tower, config)
+    client = Client(api.build(gateway, config))
+    (searcher,) = gateway._deployed.searchers[0].target._held.values()
+    servicer = Servicer(gateway, Admission(config.limits), lambda *_: None)
     yield request.param, client, servicer, searcher._collection._client
     client.close()
     searcher.close()
@@ -82,51 +82,51 @@ def database(
     ],
     ids=str,
 )
-def test_an_answer_is_that_of_the_own_index(
-    own: Client, database: tuple[Any, ...], path: str, body: dict[str, Any]
+def test_answers_equal_those_of_our_index(
+    own_client: Client, database: tuple[Any, ...], path: str, body: dict[str, Any]
 ) -> None:
     _, client, _, _ = database
-    expected, found = (each("POST", path, json=body) for each in (own, client))
-    assert found.status_code == expected.status_code
-    found, expected = found.json(), expected.json()
-    for answer in (found, expected):
+    expected, actual = (each("POST", path, json=body) for each in (own_client, client))
+    assert actual.status_code == expected.status_code
+    actual, expected = actual.json(), expected.json()
+    for answer in (actual, expected):
         del answer["request_id"]
         answer["timings_ms"] = sorted(answer.get("timings_ms", {}))
     for row in expected.get("results", []):
         row["score"] = pytest.approx(row["score"], abs=1e-4)
         if "explain" in row:
             row["explain"]["dense"] = pytest.approx(row["explain"]["dense"], abs=1e-4)
-    assert found == expected
+    assert actual == expected
 
 
-def test_documents_and_limits_are_those_of_the_own_index(own: Client, database: tuple[Any, ...]) -> None:
+def test_documents_and_limits_equal_those_of_our_index(own_client: Client, database: tuple[Any, ...]) -> None:
     _, client, _, _ = database
     for path in ("/info", "/healthz", "/documents/d3", "/admin/index"):
-        assert client("GET", path).json() == own("GET", path).json()
+        assert client("GET", path).json() == own_client("GET", path).json()
     assert client("GET", "/documents/nothing").status_code == 404
     assert (
         client("POST", "/documents", json={"documents": [{"doc_id": "a", "content": "b"}]}).status_code == 409
     )
 
 
-def test_lists_of_the_own_index_cannot_be_chosen(database: tuple[Any, ...]) -> None:
+def test_nprobe_is_refused_with_a_database(database: tuple[Any, ...]) -> None:
     name, client, _, _ = database
     answer = client.search(query="bakoli", nprobe=3)
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid")
     assert f"set search.ef for {name}" in answer.json()["error"]["message"]
 
 
-def test_a_database_that_fails_is_unavailable_until_it_answers(
+def test_a_failing_database_is_unavailable_until_it_answers(
     database: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, client, servicer, made = database
+    name, client, servicer, database_client = database
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("Connection refused")
 
     with monkeypatch.context() as patch:
         for method in ("query_batch_points", "search", "retrieve", "get", "count", "query"):
-            patch.setattr(made, method, fail, raising=False)
+            patch.setattr(database_client, method, fail, raising=False)
         for answer in (client.search(query="bakoli"), client("POST", "/similar", json={"doc_id": "d17"})):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert answer.json()["error"] == {
@@ -147,12 +147,12 @@ def test_a_database_that_fails_is_unavailable_until_it_answers(
     assert client("GET", "/healthz").json()["status"] == "ok"
 
 
-def test_a_database_that_is_slow_is_unavailable_at_the_deadline(
+def test_a_slow_database_is_unavailable_at_the_deadline(
     database: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, client, _, made = database
+    name, client, _, database_client = database
     for method in ("query_batch_points", "search"):
-        monkeypatch.setattr(made, method, lambda *_, **__: time.sleep(1), raising=False)
+        monkeypatch.setattr(database_client, method, lambda *_, **__: time.sleep(1), raising=False)
     answer = client.search(vector=[1.0] * DIM, deadline_ms=300)
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == f"{name} does not answer in time: try again"
@@ -214,10 +214,10 @@ def test_another_version_is_searched_in_its_own_collection(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_settings_that_a_database_cannot_meet_are_refused(values: dict[str, Any], message: str) -> None:
-    given = {"search": {"backend": "qdrant", "url": "q"}} | values
+def test_settings_that_do_not_fit_a_database_are_refused(values: dict[str, Any], message: str) -> None:
+    settings = {"search": {"backend": "qdrant", "url": "q"}} | values
     with pytest.raises(ConfigError, match=message):
-        validate(ServeConfig, given, source="serve")
+        validate(ServeConfig, settings, source="serve")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_settings_that_a_database_cannot_meet_are_refused(values: dict[str, Any]
         {"deployments": {"searcher": {"num_replicas": 3}}},
     ],
 )
-def test_a_server_takes_more_processes_than_a_folder(values: dict[str, Any]) -> None:
+def test_a_database_server_may_have_several_processes(values: dict[str, Any]) -> None:
     search = {"backend": "qdrant", "url": "http://localhost:6333"}
     assert validate(ServeConfig, {"search": search} | values, source="serve").search.url == search["url"]
 
@@ -243,16 +243,16 @@ def test_a_database_is_checked_before_replicas_start(
     absent = AppArgs(**places, serve={"search": search | {"collection": "absent"}})
     with pytest.raises(ConfigError, match=rf"there is no collection 'absent' of {backend}.*--to {backend}"):
         artifacts.find(absent)
-    found = artifacts.find(AppArgs(**places, serve={"search": search}))
-    assert isinstance(found, artifacts.ServedArtifacts)
-    assert found.gateway_searches
-    assert found.groups == (range(2),)
-    opened = IndexSearcher(found.catalog, search=found.config.search)
-    (searcher,) = opened._held.values()
+    served = artifacts.find(AppArgs(**places, serve={"search": search}))
+    assert isinstance(served, artifacts.ServedArtifacts)
+    assert served.gateway_searches
+    assert served.groups == (range(2),)
+    index_searcher = IndexSearcher(served.catalog, search=served.config.search)
+    (searcher,) = index_searcher._held.values()
     searcher.close()
 
 
-def test_a_model_without_an_index_has_nothing_to_search(tmp_path: Path) -> None:
+def test_a_model_without_an_index_refuses_a_database(tmp_path: Path) -> None:
     search = {"backend": "qdrant", "url": "http://localhost:6333"}
     with pytest.raises(ConfigError, match=r"serve\.search needs an index"):
         artifacts.find(AppArgs(model=str(tmp_path), serve={"search": search}))

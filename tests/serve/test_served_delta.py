@@ -1,4 +1,4 @@
-"""A real service with a delta: two groups of searchers in replicas, and a writer that is killed."""
+"""A real service with a delta: two groups of searcher replicas, and a writer that is killed."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pair import DIM, built, table
-from replicas_here import PAUSE_S, TRIES, found, hits, kill, post, running
+from replicas_here import PAUSE_S, TRIES, find_artifacts, hits, kill, post, running
 
 from scalingnote.index.shard import SHARD_DOCUMENTS
 from scalingnote.run.ingest import IndexRows
@@ -26,8 +26,8 @@ NEW = vectors(400, DIM, seed=5)
 
 
 def numbered_texts() -> Any:
-    """In place of a document encoder: a text is the number of its vector. A local class needs no import."""
-    known, schema = NEW, SHARD_DOCUMENTS
+    """Return a fake document encoder: a text is the number of its vector. A local class needs no import."""
+    all_vectors, schema = NEW, SHARD_DOCUMENTS
 
     class NumberedTexts:
         def __init__(self, catalog: LiveCatalog, _: bool) -> None:
@@ -36,8 +36,8 @@ def numbered_texts() -> Any:
         async def encode(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, IndexRows]:
             texts = {name: [row["content"] for row in documents] for name in schema.names[1:]}
             rows = pa.table({"doc_id": [row["doc_id"] for row in documents], **texts}, schema=schema)
-            found = known[[int(row["content"]) for row in documents]]
-            return {self._index: IndexRows(rows, found, [])}
+            row_vectors = all_vectors[[int(row["content"]) for row in documents]]
+            return {self._index: IndexRows(rows, row_vectors, [])}
 
     return NumberedTexts
 
@@ -52,11 +52,11 @@ def url(cluster: None, index: Artifact, tmp_path_factory: pytest.TempPathFactory
     tower = table(f"{tmp_path_factory.mktemp('student')}/student")
     folder = str(tmp_path_factory.mktemp("live"))
     replicas = {"searcher": {"num_replicas": 2}, "encoder": {"num_replicas": 0}}
-    made = found(index.uri, tower.uri, deployments=replicas)
+    parts = find_artifacts(index.uri, tower.uri, deployments=replicas)
     served = replace(
-        made,
+        parts,
         catalog=LiveCatalog(folder, LivePair(index.uri), delta=True),
-        config=made.config.model_copy(update={"live": LiveServe(folder=folder, delta=True)}),
+        config=parts.config.model_copy(update={"live": LiveServe(folder=folder, delta=True)}),
     )
     assert len(served.groups) == 2
     with pytest.MonkeyPatch.context() as patch:
@@ -74,8 +74,8 @@ def until_acknowledged(url: str, path: str, **body: Any) -> None:
     raise AssertionError("no write was acknowledged")
 
 
-def shown(url: str, query: np.ndarray, k: int) -> list[str]:
-    """What a complete answer shows."""
+def ids_of_answer(url: str, query: np.ndarray, k: int) -> list[str]:
+    """Return the ids of a complete answer."""
     for _ in range(TRIES):
         status, answer = post(f"{url}/search", vector=query.tolist(), k=k)
         if status == 200 and answer["shards_answered"] == 2 and not answer["missing_groups"]:
@@ -89,13 +89,13 @@ def best(truth: Mapping[str, np.ndarray], query: np.ndarray, k: int) -> list[str
     return sorted(scores, key=lambda name: -scores[name])[:k]
 
 
-def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url, index):
+def test_a_killed_writer_loses_and_doubles_no_document(url, index):
     searcher = Searcher.open(index.uri)
     truth = {f"d{n}": searcher.vector(f"d{n}") for n in range(len(searcher))}
     stop, twice, failed = threading.Event(), [], []
 
     def search() -> None:
-        """While documents are replaced and deleted, none may be shown twice or, if it stays, be missed."""
+        """Search during the writes: no answer may fail or have a document twice."""
         while not stop.is_set():
             status, answer = post(f"{url}/search", vector=NEW[399].tolist(), k=100)
             if status != 200:
@@ -111,15 +111,15 @@ def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url, index
         for step in range(30):
             numbers = {f"d{(7 * step + n) % 440}": (10 * step + n) % 399 for n in range(8)}
             rows = [{"doc_id": name, "topic": "new", "content": str(n)} for name, n in numbers.items()]
-            gone = [f"d{(11 * step + 5) % 440}"]
-            if step % 10 == 5:  # while the write is under way
+            deleted_ids = [f"d{(11 * step + 5) % 440}"]
+            if step % 10 == 5:  # during the write
                 threading.Timer(0.005 * (step // 10), lambda: killed.extend(kill("Writer"))).start()
             until_acknowledged(url, "/documents", documents=rows)
             truth |= {name: NEW[n] for name, n in numbers.items()}
-            until_acknowledged(url, "/documents/delete", doc_ids=gone)
-            truth = {name: vector for name, vector in truth.items() if name not in gone}
-            for query in (NEW[step], NEW[399]):  # the gateway that acknowledged has read the log
-                assert shown(url, query, 10) == best(truth, query, 10)
+            until_acknowledged(url, "/documents/delete", doc_ids=deleted_ids)
+            truth = {name: vector for name, vector in truth.items() if name not in deleted_ids}
+            for query in (NEW[step], NEW[399]):  # the gateway has read the log before it acknowledges
+                assert ids_of_answer(url, query, 10) == best(truth, query, 10)
     finally:
         stop.set()
         reader.join()
@@ -127,10 +127,10 @@ def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url, index
     assert (twice, failed) == ([], [])
 
 
-def test_killed_searchers_come_back_with_what_was_written(url):
+def test_restarted_searchers_have_all_writes(url):
     vector = NEW[399] * -1
     until_acknowledged(url, "/documents", documents=[{"doc_id": "d3", "topic": "", "content": "399"}])
-    wanted = shown(url, vector, 20), shown(url, NEW[399], 20)
-    assert wanted[1][0] == "d3"
+    expected = ids_of_answer(url, vector, 20), ids_of_answer(url, NEW[399], 20)
+    assert expected[1][0] == "d3"
     assert len(kill("IndexSearcher-000")) == 2
-    assert (shown(url, vector, 20), shown(url, NEW[399], 20)) == wanted
+    assert (ids_of_answer(url, vector, 20), ids_of_answer(url, NEW[399], 20)) == expected

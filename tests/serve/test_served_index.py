@@ -1,4 +1,4 @@
-"""A server as the shell starts it: real replicas behind HTTP, swapped under load, killed, shut down."""
+"""A server started like from the command line: versions change under load, replicas die, it shuts down."""
 
 import gzip
 import json
@@ -41,15 +41,15 @@ Expected = Callable[[Artifact], list[str]]
 
 @pytest.fixture(scope="module")
 def other_index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Another version, in which the same query finds other documents."""
+    """Return another version, in which the same query has other results."""
     return built(tmp_path_factory.mktemp("other"), corpus_seed=1)
 
 
 @pytest.fixture(scope="module")
 def expected(query_tower: Artifact) -> Expected:
-    """What the query finds, searched in process."""
+    """Return a function that searches for the query in this process."""
     embedding = Encoder.load(query_tower.directory("query")).encode_queries([QUERY])
-    return lambda index: [found.doc_id for found in Searcher.open(index.uri).search(embedding, k=5)[0]]
+    return lambda index: [hit.doc_id for hit in Searcher.open(index.uri).search(embedding, k=5)[0]]
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +64,26 @@ def access_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spans() -> Iterator[tuple[str, list[Any]]]:
-    """A collector of traces: its URL, and the spans that it was sent."""
-    sent: list[Any] = []
+    """Yield the URL of a collector of traces, and the list of its spans."""
+    received: list[Any] = []
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             body = gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body
             exported = ExportTraceServiceRequest.FromString(body)
-            sent.extend(s for of in exported.resource_spans for scope in of.scope_spans for s in scope.spans)
+            received.extend(
+                s for of in exported.resource_spans for scope in of.scope_spans for s in scope.spans
+            )
             self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", sent
+        yield f"http://127.0.0.1:{server.server_port}", received
         server.shutdown()
 
 
@@ -94,7 +96,7 @@ def server(
     spans: tuple[str, list[Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[psutil.Popen]:
-    """In a process and a cluster of its own: encoder and both shards in replicas of their own."""
+    """Yield a server in a separate process and cluster, with replicas for the encoder and for each shard."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY)
     knobs = {
@@ -120,7 +122,7 @@ sys.exit(launch.run(served, app.bind(served)))
     traced = {
         "RAY_worker_niceness": "0",
         "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "scalingnote.serve.telemetry:otlp",
-        "RAY_SERVE_TRACING_SAMPLING_RATIO": "0",  # but for requests that ask for it
+        "RAY_SERVE_TRACING_SAMPLING_RATIO": "0",  # only requests with a sampled traceparent are traced
         "OTEL_EXPORTER_OTLP_ENDPOINT": spans[0],
         "OTEL_BSP_SCHEDULE_DELAY": "200",  # milliseconds; the default is five seconds
     }
@@ -142,7 +144,7 @@ sys.exit(launch.run(served, app.bind(served)))
 
 
 def without_ray(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the token of this process' own cluster."""
+    """Return an environment without the token of this process's cluster."""
     return {name: value for name, value in environment.items() if not name.startswith("RAY_")}
 
 
@@ -155,7 +157,7 @@ def post(url: str, **body: Any) -> tuple[int, Any]:
     return replicas_here.post(url, BEARER, **body)
 
 
-def test_what_is_served_is_what_is_searched(url, index, expected):
+def test_the_server_returns_the_results_of_the_searcher(url, index, expected):
     status, answer = post(f"{url}/search", query=QUERY, k=5)
     assert (status, hits(answer)) == (200, expected(index))
     assert (answer["shards"], answer["shards_answered"]) == (2, 2)
@@ -164,10 +166,12 @@ def test_what_is_served_is_what_is_searched(url, index, expected):
     with urllib.request.urlopen(
         urllib.request.Request(f"{url}/info", headers={"x-request-id": "mine", **BEARER})
     ) as info:
-        assert info.headers.get_all("x-request-id") == ["mine"]  # Serve's own, not one more of ours
+        assert info.headers.get_all("x-request-id") == [
+            "mine"
+        ]  # only the one of Serve, not a second one of ours
 
 
-def test_grpc_answers_what_http_does(url, grpc_port, access_log, index, expected):
+def test_grpc_gives_the_answers_of_http(url, grpc_port, access_log, index, expected):
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         stub = ScalingNoteStub(channel)
         metadata = [("application", launch.APPLICATION_NAME), ("x-request-id", "mine"), *BEARER.items()]
@@ -204,7 +208,7 @@ def test_a_traced_search_has_a_span_for_each_step(url, spans):
         return {span.name: span for span in spans[1] if span.trace_id.hex() == trace_id}
 
     def parents() -> list[Any]:
-        """The span of the request, which ends after its steps and may come in a later batch."""
+        """Return the span of the request, which ends after its steps and may be in a later batch."""
         return [span for span in spans[1] if span.span_id == mine()["search"].parent_span_id]
 
     while not (mine().keys() >= {"encode", "search"} and parents()):
@@ -219,7 +223,7 @@ def test_a_traced_search_has_a_span_for_each_step(url, spans):
     assert {span.trace_id.hex() for span in spans[1] if span.name == "search"} == {trace_id}
 
 
-def test_no_listener_serves_a_client_without_key_or_token(url, server):
+def test_no_listener_serves_clients_without_a_key_or_token(url, server):
     network = listeners.network_address()
     rows = listeners.examine(server, network, client_s=10)
     answers = {(row["process"], row["from the network"]) for row in rows}
@@ -232,16 +236,16 @@ def test_no_listener_serves_a_client_without_key_or_token(url, server):
         assert listeners.request(network, int(port), "GET", path)[0] == status
 
 
-def test_a_swap_fails_no_request_and_mixes_no_versions(url, index, other_index, expected):
-    wanted = {each.digest[:12]: expected(each) for each in (index, other_index)}
-    assert len({tuple(ids) for ids in wanted.values()}) == 2
-    seen, stop = Counter[str](), threading.Event()
+def test_a_change_of_versions_fails_and_mixes_no_answers(url, index, other_index, expected):
+    expected_ids = {each.digest[:12]: expected(each) for each in (index, other_index)}
+    assert len({tuple(ids) for ids in expected_ids.values()}) == 2
+    counts, stop = Counter[str](), threading.Event()
 
     def ask() -> None:
         while not stop.is_set():
             status, answer = post(f"{url}/search", query=QUERY, k=5)
-            right = status == 200 and hits(answer) == wanted[answer["index_version"]]
-            seen[answer["index_version"] if right else f"{status} {answer}"] += 1
+            right = status == 200 and hits(answer) == expected_ids[answer["index_version"]]
+            counts[answer["index_version"] if right else f"{status} {answer}"] += 1
 
     load = [threading.Thread(target=ask) for _ in range(3)]
     for thread in load:
@@ -258,10 +262,10 @@ def test_a_swap_fails_no_request_and_mixes_no_versions(url, index, other_index, 
         stop.set()
         for thread in load:
             thread.join()
-    assert seen.keys() == wanted.keys()
+    assert counts.keys() == expected_ids.keys()
 
 
-def test_an_index_that_does_not_fit_is_not_activated(url, index, tmp_path):
+def test_a_missing_index_is_not_activated(url, index, tmp_path):
     status, answer = post(f"{url}/admin/index/activate", uri=f"{tmp_path}/nothing")
     assert (status, answer["error"]["field"]) == (422, "uri")
     status, answer = post(f"{url}/admin/index/activate", version="nothing")
@@ -269,7 +273,7 @@ def test_an_index_that_does_not_fit_is_not_activated(url, index, tmp_path):
     assert post(f"{url}/search", query=QUERY)[1]["index_version"] == index.digest[:12]
 
 
-def test_a_killed_searcher_costs_its_shards_and_comes_back(url, server, index, expected):
+def test_shards_are_missing_until_a_killed_searcher_restarts(url, server, index, expected):
     assert len(kill("IndexSearcher-001", of=server)) == 1
     for _ in range(TRIES):
         status, answer = post(f"{url}/search", query=QUERY, k=5)
@@ -287,7 +291,7 @@ def test_a_killed_searcher_costs_its_shards_and_comes_back(url, server, index, e
 def test_a_signal_ends_the_server_and_its_processes(server, url):
     family = server.children(recursive=True)
     assert any("raylet" in member.name() for member in family)
-    server.terminate()  # as process managers do: the harder signal, for which Ray has a handler of its own
+    server.terminate()  # the signal of process managers, for which Ray has its own handler
     assert server.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive

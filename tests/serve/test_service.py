@@ -1,4 +1,4 @@
-"""The service before searchers and encoders that are slow, dead or lost: partial answers, never late ones."""
+"""The service with slow, dead or lost searchers and encoders: answers may be partial, but never late."""
 
 import asyncio
 from dataclasses import replace
@@ -26,7 +26,7 @@ from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestObserver, RequestRecord
 from scalingnote.serve.versions import VersionContent, Versions
 
-# What the query asks the fakes to do; it travels in the embedding, as the query itself would.
+# The query selects the behaviour of the fakes. It is passed to them in the embedding.
 BEHAVIOURS = ["all well", "one slow", "one dead", "all dead", "encoder slow", "encoder dead"]
 SLOW_S = 120.0
 METRICS = ("observe_request", "observe_search")
@@ -58,7 +58,7 @@ class Encoder:
 
 
 class Shard:
-    """Ten documents; shard s holds the scores s, s+2, s+4, ... so that the merge has to interleave."""
+    """Ten documents. Shard s has the scores s, s+2, s+4, ..., so that the merged results interleave."""
 
     def __init__(self, shard: int) -> None:
         self._shard = shard
@@ -111,9 +111,9 @@ def service() -> Service:
     version = Version("v1", "nowhere", 20, 1, "")
     groups = [LocalHandle(Shard(number)) for number in range(2)]
     arms = [ServedArm("default", LocalHandle(Encoder()), "fake", personalised=True)]
-    made = Service(Deployed(arms, Catalog(version), groups, reranker=LocalHandle(Reranker())), config)
-    asyncio.run(made.versions.start())
-    return made
+    gateway = Service(Deployed(arms, Catalog(version), groups, reranker=LocalHandle(Reranker())), config)
+    asyncio.run(gateway.versions.start())
+    return gateway
 
 
 def search(service: Service, query: str, **options: Any) -> Any:
@@ -147,7 +147,7 @@ def test_without_any_answer_the_client_gets_503(service, behaviour):
     assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
 
 
-def test_a_silent_shard_makes_no_document_missing(service):
+def test_a_document_of_a_silent_shard_is_not_a_404(service):
     with pytest.raises(RefusedError, match="does not answer") as refused:
         asyncio.run(service.similar(SimilarRequest(doc_id="x"), RequestRecord("r1")))
     assert refused.value.status == 503
@@ -159,31 +159,31 @@ def test_only_a_known_user_gets_a_personal_answer(service):
     assert not search(service, "all well")["personalised"]
 
 
-def test_reranking_orders_the_best_anew_and_leaves_the_others(service):
+def test_reranking_sorts_only_the_best_results(service):
     answer = search(service, "all well", k=5, rerank=4, explain=True)
-    found = [(hit["doc_id"][-3:], hit["explain"]["rerank"]) for hit in answer["results"]]
-    assert found == [("1/8", -8.0), ("0/8", -8.0), ("1/9", -9.0), ("0/9", -9.0), ("1/7", None)]
+    ranked = [(hit["doc_id"][-3:], hit["explain"]["rerank"]) for hit in answer["results"]]
+    assert ranked == [("1/8", -8.0), ("0/8", -8.0), ("1/9", -9.0), ("0/9", -9.0), ("1/7", None)]
     wide = search(service, "all well", k=2, rerank=8)
     assert [hit["doc_id"][-3:] for hit in wide["results"]] == ["1/6", "0/6"]
 
 
-def test_a_silent_reranker_leaves_the_results_as_they_are(service):
+def test_without_a_reranker_in_time_results_are_unchanged(service):
     answer = search(service, "one slow", k=3, rerank=3, explain=True)
     assert [hit["doc_id"] for hit in answer["results"]] == ["doc_id 0/9", "doc_id 0/8", "doc_id 0/7"]
     assert all(hit["explain"]["rerank"] is None for hit in answer["results"])
 
 
-def test_more_than_the_reranker_does_is_refused(service):
+def test_reranking_too_many_results_is_refused(service):
     with pytest.raises(RefusedError, match="up to 100"):
         search(service, "all well", rerank=101)
 
 
-def test_facets_of_all_groups_are_counted_together(service):
+def test_facets_of_all_groups_are_added(service):
     facets = service.info().facets["topic"]
     assert [(facet.value, facet.count) for facet in facets] == [("x", 20), ("0", 1), ("1", 1)]
 
 
-def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
+def test_a_canary_measures_recall_by_an_exact_search(service, monkeypatch):
     recalls: list[float] = []
     monkeypatch.setattr(service, "_on_recall", recalls.append)
     monkeypatch.setattr(service, "_config", service._config.model_copy(update={"canary": 1.0}))
@@ -198,7 +198,7 @@ def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
 
 
 class Whole(Shard):
-    """All shards of a version, however many these are."""
+    """A searcher of all shards of a version."""
 
     async def search(self, query: Query) -> Candidates:
         return replace(await super().search(query), searched=LAYOUTS[query.version].shards)
@@ -210,24 +210,24 @@ class Whole(Shard):
         return LAYOUTS[version].shards
 
 
-def test_the_number_of_shards_is_that_of_the_version(tmp_path: Path):
+def test_answers_have_the_number_of_shards_of_the_version(tmp_path: Path):
     first, more = (Version(name, f"runs/{name}", 20, 1, "") for name in ("v1", "three shards"))
     searchers = [LocalHandle(Whole(0))]
     arms = [ServedArm("default", LocalHandle(Encoder()), "fake", False)]
-    made = Service(Deployed(arms, Catalog(first, str(tmp_path)), searchers), ServeConfig())
+    gateway = Service(Deployed(arms, Catalog(first, str(tmp_path)), searchers), ServeConfig())
 
     def shard_counts() -> set[tuple[int, int]]:
-        answer, health = search(made, "all well"), asyncio.run(made.health())
-        assert made.info().shards == answer["shards"]
+        answer, health = search(gateway, "all well"), asyncio.run(gateway.health())
+        assert gateway.info().shards == answer["shards"]
         return {(answer["shards"], answer["shards_answered"]), (health.shards, health.shards_answered)}
 
-    asyncio.run(made.versions.start())
+    asyncio.run(gateway.versions.start())
     assert shard_counts() == {(2, 2)}
-    asyncio.run(made.versions.activate(more))
+    asyncio.run(gateway.versions.activate(more))
     assert shard_counts() == {(3, 3)}
 
 
-def test_health_says_which_shards_are_silent(service):
+def test_health_counts_the_shards_that_answer(service):
     health = asyncio.run(service.health())
     assert (health.status, health.encoder_answers, health.shards_answered) == ("degraded", True, 1)
 
@@ -264,13 +264,13 @@ def test_the_service_is_down_when_no_query_can_be_answered(control, treated, mon
     encoders = dict(zip(shares, (control, treated, monitored), strict=True))
     arms = [ServedArm(name, LocalHandle(encoder()), "fake", False) for name, encoder in encoders.items()]
     catalog = Catalog(Version("v1", "nowhere", 20, 1, ""))
-    made = Service(Deployed(arms, catalog, [LocalHandle(shard())]), ServeConfig(split=split))
-    asyncio.run(made.versions.start())
-    health = asyncio.run(made.health())
+    gateway = Service(Deployed(arms, catalog, [LocalHandle(shard())]), ServeConfig(split=split))
+    asyncio.run(gateway.versions.start())
+    health = asyncio.run(gateway.health())
     assert (health.status, health.encoder_answers) == (status, Silent not in encoders.values())
 
 
-def test_a_request_that_names_its_arm_is_in_no_group(service):
+def test_a_request_with_an_arm_is_not_in_the_experiment(service):
     lines: list[dict[str, Any]] = []
     metrics = SimpleNamespace(**dict.fromkeys(METRICS, lambda *_: None))
     observer = RequestObserver(metrics, SimpleNamespace(append=lines.append))
@@ -278,28 +278,28 @@ def test_a_request_that_names_its_arm_is_in_no_group(service):
         record = RequestRecord("r1")
         asyncio.run(service.search(SearchRequest(query="all well", user_id="a", arm=arm), record))
         observer("/search", record, 200, 0.01)
-    by_the_split, named = lines
+    by_the_split, with_arm = lines
     assert (by_the_split["arm"], by_the_split["unit"][:2]) == ("default", "u:")
-    assert (named["arm"], named["unit"]) == ("default", None)
-    assert by_the_split["doc_ids"] == named["doc_ids"] != []
+    assert (with_arm["arm"], with_arm["unit"]) == ("default", None)
+    assert by_the_split["doc_ids"] == with_arm["doc_ids"] != []
 
 
-def test_a_vector_has_the_dimension_of_the_index_of_its_arm():
+def test_a_vector_must_have_the_dimension_of_its_index():
     first, wide = (Version(name, "nowhere", 20, LAYOUTS[name].dim, "") for name in ("v1", "wide"))
     groups = [LocalHandle(Shard(number)) for number in range(2)]
     arms = [
         ServedArm(name, LocalHandle(Encoder()), "fake", False, version)
         for name, version in (("a", None), ("b", "wide"))
     ]
-    made = Service(Deployed(arms, Catalog(first, pinned=(wide,)), groups), ServeConfig())
-    asyncio.run(made.versions.start())
+    gateway = Service(Deployed(arms, Catalog(first, pinned=(wide,)), groups), ServeConfig())
+    asyncio.run(gateway.versions.start())
     for arm, dim in (("a", 1), ("b", 3)):
         request = SearchRequest(vector=[0.1] * dim, arm=arm, k=1)
-        answer = asyncio.run(made.search(request, RequestRecord("r1")))
+        answer = asyncio.run(gateway.search(request, RequestRecord("r1")))
         assert answer["index_version"] == ("wide" if arm == "b" else "v1")
         request = SearchRequest(vector=[0.1] * 2, arm=arm)
         with pytest.raises(RefusedError, match=f"2 numbers, the index has embeddings of dim {dim}"):
-            asyncio.run(made.search(request, RequestRecord("r1")))
+            asyncio.run(gateway.search(request, RequestRecord("r1")))
 
 
 def test_an_index_with_more_shards_than_searchers_is_refused(tmp_path: Path):
@@ -307,12 +307,12 @@ def test_an_index_with_more_shards_than_searchers_is_refused(tmp_path: Path):
     groups = [LocalHandle(Shard(number)) for number in range(2)]
     versions = Versions(Catalog(first, str(tmp_path)), groups)
 
-    async def go_over() -> None:
+    async def change() -> None:
         await versions.start()
         with pytest.raises(ConfigError, match=r"runs/three shards has 3 shards.* hold 2: .*index\.shards=2"):
             await versions.activate(more)
 
-    asyncio.run(go_over())
+    asyncio.run(change())
     assert versions.active == Catalog(first, str(tmp_path)).read()[0] == first
     with pytest.raises(ConfigError, match="has 3 shards"):
         asyncio.run(Versions(Catalog(more), groups).start())

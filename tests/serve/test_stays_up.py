@@ -1,4 +1,4 @@
-"""A real service whose settings change and whose searcher dies while requests are answered: none is lost."""
+"""A real service with changing settings and a dying searcher: no request is lost."""
 
 import os
 import signal
@@ -30,12 +30,12 @@ from scalingnote.storage.artifact import Artifact
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
 K, LESS = 5, 3
 SMALL = {"num_cpus": 0.1}
-CALLS = 8  # which reach either gateway
+CALLS = 8  # enough to reach both gateways
 
 
 @pytest.fixture(scope="module")
 def query_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """A table, which starts without torch."""
+    """Return a table, which starts without torch."""
     return table(f"{tmp_path_factory.mktemp('student')}/student")
 
 
@@ -44,7 +44,7 @@ Deploy = Callable[[dict[str, Any]], None]
 
 @pytest.fixture(scope="module")
 def served(cluster: None, index: Artifact, query_tower: Artifact) -> Iterator[tuple[str, Deploy]]:
-    """The URL of two gateways before two searchers, and `serve deploy` of its file with other settings."""
+    """Yield the URL of two gateways with two searchers, and a function that deploys other settings."""
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     two, knobs = {"num_replicas": 2}, {"deadline_s": 60, "limits": {"burst": 7}}
@@ -73,25 +73,25 @@ def search(url: str, k: int) -> tuple[int, Any]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait for what comes sooner or later; the test's own timeout ends it."""
+    """Wait until a condition holds; the timeout of the test ends the wait."""
     while not holds():
         time.sleep(0.1)
 
 
 def replicas() -> dict[int, str]:
-    """What the processes of all replicas are called, by their numbers."""
-    found = {}
+    """Return the command lines of the processes of all replicas, by process id."""
+    lines = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             line = "".join(process.cmdline())
             if "ServeReplica" in line:
-                found[process.pid] = line
-    return found
+                lines[process.pid] = line
+    return lines
 
 
 @contextmanager
 def load(url: str) -> Iterator[list[int]]:
-    """The statuses of a client that searches all the time."""
+    """Search all the time with two clients, and yield the list of their statuses."""
     statuses: list[int] = []
     stop = False
 
@@ -109,16 +109,16 @@ def load(url: str) -> Iterator[list[int]]:
 
 
 def limits(url: str) -> set[int]:
-    """The largest k of the gateways that answer some calls."""
+    """Return the largest allowed k of the gateways that answer a few calls."""
     return {call(url, "/info")[1]["max_k"] for _ in range(CALLS)}
 
 
 def health(url: str) -> list[dict[str, Any]]:
-    """What the gateways that answer some calls say of themselves."""
+    """Return the health reports of the gateways that answer a few calls."""
     return [call(url, "/healthz")[1] for _ in range(CALLS)]
 
 
-def test_other_limits_restart_no_replica_and_cost_no_request(served: tuple[str, Deploy]):
+def test_new_limits_restart_no_replica_and_fail_no_request(served: tuple[str, Deploy]):
     url, deploy = served
     assert limits(url) == {100}
     assert search(url, K)[0] == 200
@@ -136,7 +136,7 @@ def test_other_limits_restart_no_replica_and_cost_no_request(served: tuple[str, 
     assert {*replicas()} == before
 
 
-def test_a_mistake_in_the_settings_changes_nothing_and_is_told(served: tuple[str, Deploy]):
+def test_invalid_settings_are_reported_and_change_nothing(served: tuple[str, Deploy]):
     url, deploy = served
     before, allowed = {*replicas()}, limits(url)
     deploy({"limits": {"max_kk": 1}})
@@ -150,7 +150,7 @@ def test_a_mistake_in_the_settings_changes_nothing_and_is_told(served: tuple[str
     assert {*replicas()} == before
 
 
-def test_a_searcher_that_dies_costs_no_request(served: tuple[str, Deploy]):
+def test_no_request_fails_when_a_searcher_dies(served: tuple[str, Deploy]):
     url, _ = served
     victim = next(pid for pid, line in replicas().items() if "IndexSearcher" in line)
     with load(url) as statuses:
@@ -159,12 +159,10 @@ def test_a_searcher_that_dies_costs_no_request(served: tuple[str, Deploy]):
     assert {*statuses} == {200}
 
 
-def test_what_a_replica_took_before_it_died_is_read_from_another_one(
-    served: tuple[str, Deploy], tmp_path: Path
-):
+def test_a_read_is_repeated_after_its_replica_died(served: tuple[str, Deploy], tmp_path: Path):
     class Dying:
         async def encode(self, name: str) -> str:
-            """The first call of a name ends the process that took it."""
+            """Kill the own process in the first call of a name."""
             with suppress(FileExistsError):
                 (tmp_path / name).touch(exist_ok=False)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -186,7 +184,7 @@ def test_what_a_replica_took_before_it_died_is_read_from_another_one(
     serve.run(caller, name="dying", route_prefix="/dying")
     url = served[0]
     assert call(url, "/dying?name=again") == (200, {"answer": "again"})
-    assert call(url, "/dying?name=once")[1].keys() == {"lost"}  # as it would be without
+    assert call(url, "/dying?name=once")[1].keys() == {"lost"}  # without for_reading
     serve.delete("dying")
 
 
@@ -203,7 +201,7 @@ def test_a_searcher_whose_thread_hangs_is_replaced(served: tuple[str, Deploy], i
     handle = serve.run(often.bind(Catalog(Version.of(index.uri))), name="hanging", route_prefix=None)
     before = handle.process.remote().result()
     handle.hang.remote().result()
-    assert handle.process.remote().result() == before  # its event loop answers
+    assert handle.process.remote().result() == before  # its event loop still answers
 
     def is_another() -> bool:
         with suppress(RayActorError):

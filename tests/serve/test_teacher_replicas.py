@@ -1,4 +1,4 @@
-"""Escalation: uncertain queries get the teacher's answer, certain ones never leave the gateway."""
+"""Escalation: the teacher encodes uncertain queries, and is not called for certain ones."""
 
 import asyncio
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ K = 5
 
 
 class Counted(ArmEncoder):
-    """A teacher that remembers its queries."""
+    """A teacher that stores its queries."""
 
     def __init__(self, tower: Artifact) -> None:
         super().__init__(QueryPathParts((tower.uri, "student")))
@@ -61,26 +61,26 @@ def test_only_uncertain_queries_get_the_teachers_answer(
 ):
     scores = np.array([[hit.score for hit in best(index, query_tower, query, 10)] for query in QUERIES])
     doubts = doubt(scores)
-    limit = float(np.sort(doubts)[-4:-2].mean())  # between two of them: three escalate
-    counted = Counted(teacher)
+    limit = float(np.sort(doubts)[-4:-2].mean())  # between two values: three queries escalate
+    teacher_encoder = Counted(teacher)
     config = ServeConfig(deadline_s=60, escalation=Escalation(deadline_ms=60_000))
-    made = service(index, query_tower, config, groups=groups, teacher=counted)
-    made._teacher._window._limit = limit
-    client = Client(api.build(made, config))
+    gateway = service(index, query_tower, config, groups=groups, teacher=teacher_encoder)
+    gateway._teacher._window._limit = limit
+    client = Client(api.build(gateway, config))
     uncertain = [query for query, value in zip(QUERIES, doubts, strict=True) if value > limit]
     differ = 0
     for query in QUERIES:
         answer = client.search(query=query, k=K).json()
         SearchResponse.model_validate(answer, extra="forbid")
-        found = [hit["doc_id"] for hit in answer["results"]]
+        ids = [hit["doc_id"] for hit in answer["results"]]
         by_student, by_teacher = (
             [hit.doc_id for hit in best(index, tower, query)] for tower in (query_tower, teacher)
         )
-        assert found == (by_teacher if query in uncertain else by_student)
+        assert ids == (by_teacher if query in uncertain else by_student)
         assert (answer["escalated"], answer["degraded"]) == (query in uncertain, [])
         assert bool(answer["timings_ms"]["escalate"] > 0) >= answer["escalated"]
         differ += by_student != by_teacher
-    assert counted.counted == uncertain
+    assert teacher_encoder.counted == uncertain
     assert len(uncertain) == 3
     assert differ > 6
     vector = client("POST", "/encode", json={"queries": [uncertain[0]]}).json()["embeddings"][0]
@@ -124,12 +124,12 @@ def client(index: Artifact, query_tower: Artifact, failing: Failing) -> Iterator
     config = ServeConfig(
         deadline_s=60, escalation=Escalation(share=1.0, deadline_ms=20), limits=Limits(in_flight=20)
     )
-    made = Client(api.build(service(index, query_tower, config, teacher=failing), config))
-    yield made
-    made.close()
+    http_client = Client(api.build(service(index, query_tower, config, teacher=failing), config))
+    yield http_client
+    http_client.close()
 
 
-def test_a_failing_teacher_leaves_the_students_answer(
+def test_the_student_answers_if_the_teacher_fails(
     client: Client, failing: Failing, index: Artifact, query_tower: Artifact, monkeypatch: pytest.MonkeyPatch
 ):
     expected = [hit.doc_id for hit in best(index, query_tower, QUERIES[0])]
@@ -163,8 +163,8 @@ def test_few_queries_wait_for_a_slow_teacher(client: Client, failing: Failing):
     failing.seconds = 60.0
 
     async def crowd() -> list[Any]:
-        sent = [client._client.post("/search", json={"query": query, "k": K}) for query in QUERIES]
-        return [answer.json() for answer in await asyncio.gather(*sent)]
+        calls = [client._client.post("/search", json={"query": query, "k": K}) for query in QUERIES]
+        return [answer.json() for answer in await asyncio.gather(*calls)]
 
     reasons = [reason for answer in client.wait(crowd()) for reason in answer["degraded"]]
     assert len(reasons) == len(QUERIES)
@@ -174,23 +174,23 @@ def test_few_queries_wait_for_a_slow_teacher(client: Client, failing: Failing):
     assert failing.most == 5  # a quarter of the requests that the gateway works on
 
 
-def test_a_whole_answer_is_not_given_up_for_a_partial_one(
+def test_a_complete_answer_is_preferred_to_a_partial_one(
     index: Artifact, query_tower: Artifact, failing: Failing
 ):
     config = ServeConfig(deadline_s=60, escalation=Escalation(share=1.0, deadline_ms=1000))
-    made = service(index, query_tower, config, groups=2, teacher=failing)
-    asyncio.run(made.versions.start())
-    find, calls = made._find, 0
+    gateway = service(index, query_tower, config, groups=2, teacher=failing)
+    asyncio.run(gateway.versions.start())
+    find, calls = gateway._find, 0
 
     async def lose_a_group(query: Query, left_s: float) -> Any:
         nonlocal calls
         calls += 1
-        found = await find(query, left_s)
-        assert isinstance(found, Candidates)
-        return found if calls == 1 else replace(found, searched=1, missing=(1,))
+        candidates = await find(query, left_s)
+        assert isinstance(candidates, Candidates)
+        return candidates if calls == 1 else replace(candidates, searched=1, missing=(1,))
 
-    made._find = lose_a_group
-    answer = asyncio.run(made.search(SearchRequest(query=QUERIES[0], k=K), RequestRecord("r")))
+    gateway._find = lose_a_group
+    answer = asyncio.run(gateway.search(SearchRequest(query=QUERIES[0], k=K), RequestRecord("r")))
     assert (answer["degraded"], answer["shards_answered"], answer["missing_groups"]) == (
         ["teacher_late"],
         2,
@@ -203,20 +203,20 @@ def test_pinned_arms_and_personal_queries_do_not_escalate(
     index: Artifact, query_tower: Artifact, failing: Failing
 ):
     config = ServeConfig(deadline_s=60, escalation=Escalation(share=1.0, deadline_ms=1000))
-    made = service(index, query_tower, config, teacher=failing)
-    asyncio.run(made.versions.start())
-    plain = made._arms["default"]
+    gateway = service(index, query_tower, config, teacher=failing)
+    asyncio.run(gateway.versions.start())
+    plain = gateway._arms["default"]
 
     class Personal:
         async def encode(self, query: str, user_id: str | None) -> Query:
             return Query(np.eye(1, DIM, dtype=np.float32), personalised=True)
 
-    made._arms |= {
-        "pinned": ServedArm("pinned", plain.encoder, "torch", False, made.versions.active.name),
+    gateway._arms |= {
+        "pinned": ServedArm("pinned", plain.encoder, "torch", False, gateway.versions.active.name),
         "personal": ServedArm("personal", LocalHandle(Personal()), "torch", True),
     }
     for arm, calls in (("pinned", 0), ("personal", 0), ("default", 1)):
-        asyncio.run(made.search(SearchRequest(query=QUERIES[0], arm=arm), RequestRecord("r")))
+        asyncio.run(gateway.search(SearchRequest(query=QUERIES[0], arm=arm), RequestRecord("r")))
         assert failing.calls == calls
 
 
@@ -224,7 +224,7 @@ def test_pinned_arms_and_personal_queries_do_not_escalate(
 
 
 def deployed(args: AppArgs) -> Any:
-    """The teacher's deployment of an application."""
+    """Return the deployment of the teacher of an application."""
     served = artifacts.find(args)
     assert isinstance(served, artifacts.ServedArtifacts)
     gateway: Any = app.bind(served)._bound_deployment
@@ -232,18 +232,16 @@ def deployed(args: AppArgs) -> Any:
     return None if teacher is None else teacher._bound_deployment
 
 
-def test_the_teacher_has_replicas_and_gpus_of_its_own(
-    index: Artifact, query_tower: Artifact, teacher: Artifact
-):
+def test_the_teacher_has_its_own_replicas_and_gpus(index: Artifact, query_tower: Artifact, teacher: Artifact):
     knobs = {
         "escalation": {"teacher": teacher.uri},
         "deployments": {"teacher": {"num_replicas": 3, "num_gpus": 0.5}},
     }
     args = {"index": index.uri, "query_tower": query_tower.uri}
-    made = deployed(AppArgs.model_validate(args | {"serve": knobs}))
-    assert (made.name, made.num_replicas) == ("QueryTeacher", 3)
-    assert made.ray_actor_options == {"num_cpus": 0.1, "num_gpus": 0.5}
-    catalog, part = made.init_args
+    teacher_deployment = deployed(AppArgs.model_validate(args | {"serve": knobs}))
+    assert (teacher_deployment.name, teacher_deployment.num_replicas) == ("QueryTeacher", 3)
+    assert teacher_deployment.ray_actor_options == {"num_cpus": 0.1, "num_gpus": 0.5}
+    catalog, part = teacher_deployment.init_args
     assert (catalog.first.towers.teacher, part) == ((teacher.uri, "student"), "teacher")
     assert deployed(AppArgs.model_validate(args)) is None
 
@@ -262,7 +260,7 @@ def test_the_teacher_of_a_run_encoded_its_documents(
         artifacts._teacher(config, None, DIM)
 
 
-def test_a_teacher_of_another_space_is_refused(index: Artifact, query_tower: Artifact, tmp_path: Path):
+def test_a_teacher_of_another_dimension_is_refused(index: Artifact, query_tower: Artifact, tmp_path: Path):
     narrow = student(f"{tmp_path}/narrow", dim=DIM // 2)
     args = {"index": index.uri, "query_tower": query_tower.uri}
     with pytest.raises(ConfigError, match="dim 16, the teacher of 8"):

@@ -37,7 +37,7 @@ def test_the_last_activated_version_is_served(tmp_path):
     ]
 
 
-def test_versions_of_arms_are_served_whatever_is_active(tmp_path):
+def test_versions_of_arms_are_always_served(tmp_path):
     catalog = Catalog(version("a"), str(tmp_path), pinned=(version("arm"), version("b")))
     assert [each.name for each in catalog.read()] == ["a", "arm", "b"]
     assert [each.name for each in catalog.activate(version("b"))] == ["b", "a", "arm"]
@@ -61,7 +61,7 @@ A, B, C = map(version, "abc")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that stands still unless it is moved; versions are opened as their URIs."""
+    """Return a clock that a test moves; a version is opened as its URI."""
     now = [100.0]
     monkeypatch.setattr(index_searcher.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(IndexSearcher, "_open", lambda _, version: version.uri)
@@ -69,7 +69,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def held_after(seconds: float, holding: IndexSearcher, clock: list[float]) -> list[str]:
-    """Versions that are held after so many seconds of looking now and then."""
+    """Let seconds pass with periodic releases, and return the versions that are still held."""
     for _ in range(10):
         clock[0] += seconds / 10
         asyncio.run(holding.release_old_versions())
@@ -87,7 +87,7 @@ def test_old_versions_are_released_after_a_while(tmp_path, clock):
     assert held_after(0.9 * RELEASE_AFTER_S, holding, clock) == ["a", "b", "c"]
     assert held_after(0.2 * RELEASE_AFTER_S, holding, clock) == ["b", "c"]
     assert held_after(10 * OPEN_TIMEOUT_S, holding, clock) == ["b", "c"]
-    asyncio.run(holding.load(A))  # by its URI, again
+    asyncio.run(holding.load(A))  # activated by its URI again
     catalog.activate(A)
     asyncio.run(holding.release_old_versions())
     assert held_after(2 * RELEASE_AFTER_S, holding, clock) == ["a", "c"]
@@ -97,10 +97,10 @@ def test_a_version_is_held_until_all_have_opened_it(tmp_path, clock):
     holding = IndexSearcher(Catalog(A, str(tmp_path)))
     asyncio.run(holding.load(B))
     assert held_after(0.9 * OPEN_TIMEOUT_S, holding, clock) == ["a", "b"]
-    assert held_after(0.2 * OPEN_TIMEOUT_S, holding, clock) == ["a"]  # it was refused
+    assert held_after(0.2 * OPEN_TIMEOUT_S, holding, clock) == ["a"]  # it was never activated
 
 
-def test_an_old_version_is_better_than_none(tmp_path, clock):
+def test_an_old_version_is_held_until_the_next_is_open(tmp_path, clock):
     catalog = Catalog(A, str(tmp_path), kept=1)
     holding = IndexSearcher(catalog)
     catalog.activate(B)
@@ -115,8 +115,8 @@ def test_a_version_is_released_before_the_next_is_opened(tmp_path, clock, monkey
     asyncio.run(holding.load(B))
     catalog.activate(B)
     assert held_after(2 * RELEASE_AFTER_S, holding, clock) == ["a", "b"]
-    held: list[str] = []
-    monkeypatch.setattr(IndexSearcher, "_open", lambda self, _: held.extend(sorted(self._held)))
+    held_at_open: list[str] = []
+    monkeypatch.setattr(IndexSearcher, "_open", lambda self, _: held_at_open.extend(sorted(self._held)))
     asyncio.run(holding.load(C))
-    assert held == ["b"]
+    assert held_at_open == ["b"]
     assert sorted(holding._held) == ["b", "c"]

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts name metrics that there are, and every alert has its runbook."""
+"""The dashboard and the alerts use existing metrics, and every alert has a runbook."""
 
 import json
 import re
@@ -25,10 +25,10 @@ SUFFIXES = {"Counter": ("",), "Gauge": ("",), "Histogram": ("_bucket", "_sum", "
 
 @cache
 def exported() -> frozenset[str]:
-    """Names that Ray exports: those of this service, and those that the installed Serve defines."""
-    own = Path(telemetry.__file__).read_text()
-    defined = re.findall(r'metrics\.(Counter|Gauge|Histogram)\(\s*name\("(\w+)"\)', own)
-    found = {f"ray_scalingnote_{name}{end}" for kind, name in defined for end in SUFFIXES[kind]}
+    """Return the names that Ray exports: those of this service, and those of the installed Serve."""
+    source = Path(telemetry.__file__).read_text()
+    metrics = re.findall(r'metrics\.(Counter|Gauge|Histogram)\(\s*name\("(\w+)"\)', source)
+    names = {f"ray_scalingnote_{name}{end}" for kind, name in metrics for end in SUFFIXES[kind]}
     for path in Path(ray.serve.__file__).parent.rglob("*.py"):
         for kind, name in re.findall(
             r'(Counter|Gauge|Histogram)\(\s*(?:name=)?f?"(serve_[\w{}]+)"', path.read_text()
@@ -36,20 +36,20 @@ def exported() -> frozenset[str]:
             name = name.replace("{protocol_name}", "http")
             if kind == "Counter" and not name.endswith("_total"):
                 name += "_total"
-            found |= {f"ray_{name}{end}" for end in SUFFIXES[kind]}
-    return frozenset(found)
+            names |= {f"ray_{name}{end}" for end in SUFFIXES[kind]}
+    return frozenset(names)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_every_metric_is_one_that_is_exported(expression):
-    named = set(METRIC.findall(expression))
-    assert named
-    assert named <= exported()
+def test_every_metric_of_an_expression_is_exported(expression):
+    metrics = set(METRIC.findall(expression))
+    assert metrics
+    assert metrics <= exported()
     assert expression.count("(") == expression.count(")")
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_every_alert_says_what_is_wrong_and_has_a_runbook(name):
+def test_every_alert_has_a_summary_and_a_runbook(name):
     rule = ALERTS[name]
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
     assert rule["annotations"]["summary"]
@@ -59,6 +59,6 @@ def test_every_alert_says_what_is_wrong_and_has_a_runbook(name):
     assert anchor == name.lower()
 
 
-def test_no_runbook_is_left_without_its_alert():
+def test_every_runbook_has_an_alert():
     text = (ROOT / "docs" / "guides" / "operations.md").read_text()
     assert set(re.findall(r"^#+ (ScalingNote\w+)$", text, re.MULTILINE)) == set(ALERTS)

@@ -1,1 +1,1 @@
-"""gRPC beside HTTP: the same requests, answers and refusals."""
+"""gRPC next to HTTP: the same requests, answers and refusals."""

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ScalingNoteStub:
-    """Metadata of a call: `authorization: Bearer KEY` where the server asks for keys, `application: scalingnote` where its
-    cluster serves other applications, too, and an `x-request-id` of your own. An error comes as a google.rpc.Status:
+    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its
+    cluster serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status:
     ErrorInfo has the code, BadRequest the field, RetryInfo the time after which to try again.
     """
 
@@ -70,48 +70,48 @@ class ScalingNoteStub:
 
 
 class ScalingNoteServicer:
-    """Metadata of a call: `authorization: Bearer KEY` where the server asks for keys, `application: scalingnote` where its
-    cluster serves other applications, too, and an `x-request-id` of your own. An error comes as a google.rpc.Status:
+    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its
+    cluster serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status:
     ErrorInfo has the code, BadRequest the field, RetryInfo the time after which to try again.
     """
 
     def Search(self, request, context):
-        """The best documents for a text or a vector, best first.
+        """Return the best documents for a text or a vector, best first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Similar(self, request, context):
-        """Documents like one of the index.
+        """Return documents similar to one of the index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Encode(self, request, context):
-        """Unit embeddings of queries, as Search takes them for `vector`.
+        """Return unit embeddings of queries, as Search takes them for `vector`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Upsert(self, request, context):
-        """Write documents, each in place of the one with its id; durable when it is answered.
+        """Write documents, each in place of the one with its id. They are durable when this is answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Delete documents; ids that are not there are no error.
+        """Delete documents. An id that is not in the index is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """A document as the index shows it.
+        """Return a document as the index shows it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,8 +159,8 @@ def add_ScalingNoteServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ScalingNote:
-    """Metadata of a call: `authorization: Bearer KEY` where the server asks for keys, `application: scalingnote` where its
-    cluster serves other applications, too, and an `x-request-id` of your own. An error comes as a google.rpc.Status:
+    """Metadata of a call: `authorization: Bearer KEY` if the server requires keys, `application: scalingnote` if its
+    cluster serves other applications, too, and optionally your `x-request-id`. An error is a google.rpc.Status:
     ErrorInfo has the code, BadRequest the field, RetryInfo the time after which to try again.
     """
 

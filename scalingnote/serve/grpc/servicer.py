@@ -1,8 +1,8 @@
-"""The gRPC side of the gateway: each call passes admission, is answered by the service, and is recorded.
+"""The gRPC side of the gateway: it admits each call, the service answers it, and the call is recorded.
 
-Messages of scalingnote.proto become those of :mod:`scalingnote.serve.messages`, refusals gRPC statuses.
-
-Serve's proxy calls the gateway's method of the same name, with the call's metadata as `grpc_context`.
+Messages of scalingnote.proto are converted to those of :mod:`scalingnote.serve.messages`, and refusals to
+gRPC statuses. The proxy of Serve calls the method of the gateway with the name of the call, and passes the
+metadata of the call as `grpc_context`.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 
-# The function that adds the servicer to a gRPC server, which Serve's proxy imports.
+# The function that adds the servicer to a gRPC server. Serve's proxy imports it.
 REGISTER = "scalingnote.serve.grpc.scalingnote_pb2_grpc.add_ScalingNoteServicer_to_server"
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Message)
@@ -50,17 +50,17 @@ CODES = {
 }
 DETAILS = "grpc-status-details-bin"  # the metadata that holds a google.rpc.Status
 DOMAIN = "scalingnote"
-MAX_EXACT = 2.0**53  # integers above it are not exact as doubles, which JSON numbers are
-MAX_BYTES = 1000  # clients accept about 8 KiB of metadata, which has the message twice
+MAX_EXACT = 2.0**53  # JSON numbers are doubles, which do not represent all larger integers
+MAX_BYTES = 1000  # clients accept about 8 KiB of metadata, which contains the message twice
 
 
 def _rpc(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., Awaitable[R]]], Any]:
-    """Make a gRPC method of one that takes a validated body: admitted, answered, and recorded.
+    """Decorate a method of a validated body as a gRPC method, which admits and records calls.
 
     Args:
         path: of the same request over HTTP, for metrics and the access log.
         model: of the body.
-        empty: the answer of a refused call, whose status says why.
+        empty: type of the answer; an empty one answers a refused call, with the reason in the status.
     """
 
     def decorator(handler: Callable[..., Awaitable[R]]) -> Any:
@@ -115,34 +115,34 @@ class Servicer(ScalingNoteServicer):
 
     @_rpc("/search", messages.SearchRequest, pb.SearchResponse)
     async def Search(self, body: messages.SearchRequest, record: RequestRecord) -> pb.SearchResponse:  # noqa: N802
-        """The best documents for a text or a vector, best first."""
+        """Return the best documents for a text or a vector, best first."""
         return search_response(await self._service.search(body, record))
 
     @_rpc("/similar", messages.SimilarRequest, pb.SearchResponse)
     async def Similar(self, body: messages.SimilarRequest, record: RequestRecord) -> pb.SearchResponse:  # noqa: N802
-        """Documents like one of the index."""
+        """Return documents similar to one of the index."""
         return search_response(await self._service.similar(body, record))
 
     @_rpc("/encode", messages.EncodeRequest, pb.EncodeResponse)
     async def Encode(self, body: messages.EncodeRequest, _: RequestRecord) -> pb.EncodeResponse:  # noqa: N802
-        """Unit embeddings of queries."""
+        """Return unit embeddings of queries."""
         answer = await self._service.encode(body)
         embeddings = [{"values": row} for row in answer["embeddings"]]
         return pb.EncodeResponse(**{**answer, "embeddings": embeddings})
 
     @_rpc("/documents", messages.UpsertRequest, pb.Written)
     async def Upsert(self, body: messages.UpsertRequest, _: RequestRecord) -> pb.Written:  # noqa: N802
-        """Write documents; durable when it is answered."""
+        """Write documents. They are durable when this is answered."""
         return pb.Written(**(await self._service.writes.upsert(body)).model_dump())
 
     @_rpc("/documents/delete", messages.DeleteRequest, pb.Deleted)
     async def Delete(self, body: messages.DeleteRequest, _: RequestRecord) -> pb.Deleted:  # noqa: N802
-        """Delete documents; ids that are not in the index are no error."""
+        """Delete documents. An id that is not in the index is not an error."""
         return pb.Deleted(**(await self._service.writes.delete(body.doc_ids)).model_dump())
 
     @_rpc("/documents/{doc_id:any}", messages.GetRequest, pb.IndexedDocument)
     async def Get(self, body: messages.GetRequest, _: RequestRecord) -> pb.IndexedDocument:  # noqa: N802
-        """A document as the index shows it."""
+        """Return a document as the index shows it."""
         return pb.IndexedDocument(**_document(await self._service.document(body.doc_id)))
 
 
@@ -151,7 +151,7 @@ def _bytes(metadata: dict[str, Any], name: str) -> bytes:
 
 
 def _address(peer: str) -> str:
-    """The address in ``ipv4:10.0.0.1:51234``: one client opens several connections, each from a port."""
+    """Return the address in ``ipv4:10.0.0.1:51234`` without the port: one client uses several ports."""
     return peer.partition(":")[2].rpartition(":")[0]
 
 
@@ -159,7 +159,7 @@ def _address(peer: str) -> str:
 
 
 def validate_request(request: Message, model: type[M]) -> M:
-    """A request, validated as over HTTP; RefusedError when it is not valid."""
+    """Validate a request like one over HTTP; RefusedError if it is not valid."""
     try:
         return model.model_validate(_fields(request))
     except ValidationError as error:
@@ -167,13 +167,13 @@ def validate_request(request: Message, model: type[M]) -> M:
 
 
 def search_response(answer: Mapping[str, Any]) -> pb.SearchResponse:
-    """The answer of a search, as :class:`~scalingnote.serve.messages.SearchResponse` describes it."""
+    """Convert the answer of a search, a :class:`~scalingnote.serve.messages.SearchResponse`."""
     results = [_document(hit) for hit in answer["results"]]
     return pb.SearchResponse(**{**answer, "results": results})
 
 
 def status_of(refused: RefusedError, request_id: str) -> status_pb2.Status:
-    """The status of every refusal: code, message, and the standard error details."""
+    """Build the status of a refusal: code, message, and the standard error details."""
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=refused.code, domain=DOMAIN),
         error_details_pb2.RequestInfo(request_id=request_id),
@@ -185,24 +185,24 @@ def status_of(refused: RefusedError, request_id: str) -> status_pb2.Status:
     if refused.retry_after_s is not None:
         delay = duration_pb2.Duration(seconds=refused.retry_after_s)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    packed = [any_pb2.Any() for _ in details]
-    for packed_detail, detail in zip(packed, details, strict=True):
-        packed_detail.Pack(detail)
+    wrappers = [any_pb2.Any() for _ in details]
+    for wrapper, detail in zip(wrappers, details, strict=True):
+        wrapper.Pack(detail)
     number, _ = CODES.get(refused.status, grpc.StatusCode.UNKNOWN).value
-    return status_pb2.Status(code=number, message=message, details=packed)
+    return status_pb2.Status(code=number, message=message, details=wrappers)
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    """The fields that are set, in the form of the pydantic models."""
+    """Return the fields that are set, in the form of the pydantic models."""
     return {field.name: _plain(value) for field, value in message.ListFields()}
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON would bring it: whole numbers are integers."""
+    """Convert a value to the one that JSON would give: a number without a fraction is an integer."""
     match value:
         case pb.Document():
-            sent = _fields(value)
-            return {**sent.pop("features", {}), **sent}
+            fields = _fields(value)
+            return {**fields.pop("features", {}), **fields}
         case Struct():
             return {name: _plain(each) for name, each in value.fields.items()}
         case ListValue():
@@ -218,15 +218,15 @@ def _plain(value: Any) -> Any:
 
 
 def _document(hit: Mapping[str, Any]) -> dict[str, Any]:
-    """A hit or a document; fields that only this index has are entries of ``fields``."""
-    known = {name: value for name, value in hit.items() if name in _NAMED}
-    return {**known, "fields": {name: value for name, value in hit.items() if name not in _NAMED}}
+    """Convert a hit or a document; fields that only this index has become entries of ``fields``."""
+    known_fields = {name: value for name, value in hit.items() if name in _NAMED}
+    return {**known_fields, "fields": {name: value for name, value in hit.items() if name not in _NAMED}}
 
 
 _NAMED = frozenset(pb.Hit.DESCRIPTOR.fields_by_name) - {"fields"}
 
 
 def _shorten(text: str) -> str:
-    """A text cut to what metadata can hold; it may quote a part of the request."""
-    whole = text.encode(errors="replace")
-    return text if len(whole) <= MAX_BYTES else whole[:MAX_BYTES].decode(errors="ignore") + "…"
+    """Cut a text to MAX_BYTES, because it may quote a long part of the request."""
+    data = text.encode(errors="replace")
+    return text if len(data) <= MAX_BYTES else data[:MAX_BYTES].decode(errors="ignore") + "…"

@@ -1,11 +1,11 @@
-// What the page shows, as its address says it: shareable, and what the back button goes through.
+// The state of the page in its address: the address can be shared, and the back button returns to earlier states.
 //
 //   ?q=heart+attack&k=20&in.topic=cardiology&min.price=10&is.in_stock=true&arm=student
 //   ?q=heart+attack&compare=student&compare=:words        ?q=heart+attack&similar=doc-17
 
 export const FIRST_K = 10;
 
-/** The state an address stands for. */
+/** Return the state that an address describes. */
 export function read(address) {
   const given = new URLSearchParams(address);
   const number = (text, fallback) => (text !== null && text.trim() !== "" && Number.isFinite(+text) ? +text : fallback);
@@ -23,7 +23,7 @@ export function read(address) {
   };
 }
 
-/** The address of a state: only what differs from an empty page. */
+/** Return the address of a state: only its differences from an empty page. */
 export function write(state) {
   const given = new URLSearchParams();
   const put = (name, value) => { if (value !== null && value !== "") given.append(name, value); };
@@ -44,10 +44,10 @@ export function write(state) {
 }
 
 function readFilter(given, number) {
-  const filter = Object.create(null);  // a field may have the name of something that every object has
+  const filter = Object.create(null);  // without a prototype: a field may have the name of a property of it
   for (const [name, value] of given) {
     const [kind, field] = [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)];
-    const before = filter[field];  // of another kind, it gives way
+    const before = filter[field];  // a condition of another kind is replaced
     if (kind === "in") filter[field] = Array.isArray(before) ? [...before, value] : [value];
     if (kind === "is") filter[field] = value === "true";
     if ((kind === "min" || kind === "max") && number(value, null) !== null) {

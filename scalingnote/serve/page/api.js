@@ -1,8 +1,8 @@
-// Talks to the gateway: sends the API key if there is one, tries once more when told when, and turns whatever goes
-// wrong into a Failure that can be shown.
+// Requests to the gateway: they have the API key if there is one, are retried once after Retry-After, and report every
+// error as a Failure that can be shown.
 
 const KEY = "scalingnote.api-key";
-const PATIENCE_S = 10;  // asked to come back later than this, the reader decides
+const PATIENCE_S = 10;  // after a longer Retry-After, only the user retries
 
 export class Failure extends Error {
   constructor(message, {status = 0, code = "unreachable", field = null, requestId = null, retryAfter = null} = {}) {
@@ -11,7 +11,7 @@ export class Failure extends Error {
   }
 }
 
-// Storage may be forbidden; then the key lasts as long as the page.
+// Storage may be forbidden. Then the key is kept as long as the page.
 const remembered = use => { try { return use(sessionStorage); } catch { return null; } };
 let given = null;
 
@@ -24,9 +24,9 @@ export const key = {
 };
 
 /**
- * The body of an answer. Raises Failure, or AbortError when `signal` aborts.
+ * Return the body of an answer. Raises Failure, or AbortError if `signal` aborts.
  *
- * A 429 or 503 with Retry-After is tried once more after that many seconds, of which `waiting` is told.
+ * A 429 or 503 with Retry-After is retried once after this number of seconds; `waiting` is called before the wait.
  */
 export async function ask(path, body, {signal, waiting = () => {}} = {}) {
   try {
@@ -40,7 +40,7 @@ export async function ask(path, body, {signal, waiting = () => {}} = {}) {
   }
 }
 
-/** The same request for a shell. */
+/** Return the same request for a shell. */
 export function asCurl(path, body) {
   const quoted = text => `'${text.replaceAll("'", "'\\''")}'`;
   const lines = [`curl ${quoted(new URL(path, document.baseURI).href)}`, "-H 'content-type: application/json'"];
@@ -59,7 +59,7 @@ async function once(path, body, signal) {
     if (error.name === "AbortError") throw error;
     throw new Failure(navigator.onLine
       ? "The server does not answer. Is it still running?"
-      : "You are offline. The search goes on when the connection is back.");
+      : "You are offline. The search continues when the connection is back.");
   }
   const answer = await response.json().catch(error => {
     if (error.name === "AbortError") throw error;
@@ -72,7 +72,7 @@ async function once(path, body, signal) {
 function failed(response, answer) {
   const {code = "unknown", message, field = null} = answer?.error ?? {};
   const seconds = Number(response.headers.get("retry-after") ?? NaN);
-  return new Failure(message || `The server answered ${response.status} without saying why.`, {
+  return new Failure(message || `The server answered ${response.status} without a reason.`, {
     status: response.status,
     code,
     field,

@@ -1,4 +1,4 @@
-// Answers as elements: a list of results, or two side by side with what they have in common.
+// Answers as elements: a list of results, or two lists side by side with links between common documents.
 
 import {notice, timings} from "./answer.js";
 import {badge, links} from "./compare.js";
@@ -9,8 +9,8 @@ import {card} from "./result.js";
 import {waysOf} from "./ways.js";
 
 /**
- * What goes into #columns. `outcomes` has, per request, {answer, roundTrip} or {failure}; `page` has the state, the
- * server's info, the titles seen, and `change`.
+ * Return the elements of #columns. `outcomes` has {answer, roundTrip} or {failure} for each request; `page` has the
+ * state, the server's info, the known titles, and `change`.
  */
 export function columns(requests, outcomes, page) {
   const both = outcomes.length === 2 && outcomes.every(({answer}) => answer);
@@ -39,7 +39,7 @@ function column(request, {answer, roundTrip, failure}, {state, info, titles, cha
     element("ol", {"aria-label": name}, ...cards));
 }
 
-/** Which way to search a column shows, and how long it took. */
+/** Return the head of a column: its way to search, and the time it took. */
 function head(place, {answer, roundTrip}, {state, info, change}) {
   const ways = info.arms.length ? waysOf(info) : state.compare.map(name => ({name, title: name}));
   const select = choice(ways.map(({name, title}) => [name, title]), {

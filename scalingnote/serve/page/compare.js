@@ -1,10 +1,10 @@
-// Two answers to one query: where each document stands in the other, said on the card and drawn between the columns.
+// Two answers to one query: each card has the rank of its document in the other answer, and lines connect the columns.
 
 import {element, spoken} from "./element.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** What a document's card says of its rank in the other column, {results, name}. */
+/** Return the badge of a card: the document's rank in the other column, {results, name}. */
 export function badge(docId, rank, other) {
   const there = other.results.findIndex(result => result.doc_id === docId) + 1;
   if (!there) return element("span", {className: "badge only", title: `not among the best of ${other.name}`}, "only here");
@@ -14,7 +14,7 @@ export function badge(docId, rank, other) {
   return element("span", {className: "badge moved", title}, `${by > 0 ? "↑" : "↓"}${Math.abs(by)}`, spoken(`, ${title}`));
 }
 
-/** How much two answers agree. */
+/** Return how much two answers agree. */
 export function agreement([one, other]) {
   const ranks = new Map(other.results.map((result, at) => [result.doc_id, at]));
   const shared = one.results.filter(result => ranks.has(result.doc_id));
@@ -23,7 +23,7 @@ export function agreement([one, other]) {
   return `${shared.length} of ${most} documents in both, ${same} at the same rank`;
 }
 
-/** Draws a curve between the two cards of every shared document, again whenever a card grows; returns the drawing. */
+/** Draw a curve between the cards of every shared document, and redraw when a card is resized; return the drawing. */
 export function links(left, right) {
   const drawing = document.createElementNS(SVG, "svg");
   drawing.setAttribute("class", "links");
@@ -49,12 +49,12 @@ export function links(left, right) {
   return drawing;
 }
 
-/** Marks a document in both columns, and its curve; null marks none. */
+/** Mark a document in both columns, and its curve; null marks none. */
 export function point(columns, doc) {
   columns.querySelectorAll("[data-doc]").forEach(each => each.classList.toggle("pointed", each.dataset.doc === doc));
 }
 
-/** The card of the same document in another column, or else the one nearest to its rank. */
+/** Return the card of the same document in another column, or else the card nearest to its rank. */
 export function counterpart(card, column) {
   const rank = [...card.parentElement.children].indexOf(card);
   const cards = [...column.querySelectorAll(".card")];

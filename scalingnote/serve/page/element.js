@@ -1,6 +1,6 @@
-// Elements from text: what documents say only ever enters the page as text nodes, never as markup.
+// Elements from text: the text of documents enters the page only as text nodes, never as markup.
 
-/** An element; properties with a dash are attributes, children are nodes or text, null ones are left out. */
+/** Create an element; properties with a dash are attributes, children are nodes or text, null ones are left out. */
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -12,8 +12,8 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
-/** Text for screen readers alone. */
+/** Create text that only screen readers read. */
 export const spoken = text => element("span", {className: "spoken"}, text);
 
-/** The element with this id. */
+/** Return the element with this id. */
 export const byId = id => document.getElementById(id);

@@ -1,12 +1,12 @@
-// What must be right before the first paint, hence a classic script: whether this is the start or an answer, and light
-// or dark, which is the system's choice until the button says otherwise.
+// Classes that must be set before the first paint, hence a classic script: start page or answer, and light or dark.
+// The system chooses light or dark until the button is used.
 document.documentElement.classList.toggle("start", !/[?&](q|similar)=[^&]/.test(location.search));
 {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const root = document.documentElement;
   const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
 
-  // Storage may be forbidden; then the choice lasts as long as the page.
+  // Storage may be forbidden. Then the choice is kept as long as the page.
   const remembered = use => { try { return use(localStorage); } catch { return null; } };
 
   const choice = remembered(storage => storage.getItem("theme"));
@@ -18,7 +18,7 @@ document.documentElement.classList.toggle("start", !/[?&](q|similar)=[^&]/.test(
     button.addEventListener("click", () => {
       const wanted = dark() ? "light" : "dark";
       if ((wanted === "dark") === system.matches) {
-        // Back to what the system says: follow it again.
+        // The choice is that of the system again: follow the system.
         delete root.dataset.theme;
         remembered(storage => storage.removeItem("theme"));
       } else {

@@ -1,23 +1,24 @@
-// Marks the words of a query in a text: whatever their case, accents and width. What a word is, in every script, is
-// as in scalingnote/core/words.py: letters and digits with their marks; scripts without spaces are cut into pairs of letters.
+// Highlighting of the words of a query in a text, whatever their case, accents and width. In every script, words are
+// those of scalingnote/core/words.py: letters and digits with their marks; scripts without spaces are cut into pairs of
+// letters.
 
 const SCRIPTS = ["Han", "Hiragana", "Katakana", "Thai", "Lao", "Myanmar", "Khmer", "Hangul"];
 const UNSPACED = `(?!\\p{Nd})[${SCRIPTS.map(name => `\\p{Script=${name}}`).join("")}ー]`;
 const RUNS = new RegExp(`(?<run>(?:${UNSPACED}\\p{M}*)+)|(?:(?!${UNSPACED})[\\p{L}\\p{N}]\\p{M}*)+`, "gu");
 const LETTERS = /.\p{M}*/gsu;
-// What is normalised on its own: a letter, and all that may compose with it.
+// A piece is normalised separately: a letter, and all characters that may compose with it.
 const PIECES = /.[\p{M}\p{Cf}\p{DI}\u0640\u1160-\u11ff\u3131-\u318e\uff9e-\uffdc]*/gsu;
-// What is not seen, points of Hebrew, harakat and tatweel of Arabic, accents of Latin, Greek and Cyrillic.
+// Invisible characters, points of Hebrew, harakat and tatweel of Arabic, accents of Latin, Greek and Cyrillic.
 const DROPPED = new RegExp("[\\p{Cf}\\p{DI}\\u0591-\\u05bd\\u05bf\\u05c1\\u05c2\\u05c4\\u05c5\\u05c7\\u0610-\\u061a\\u0640" +
   "\\u064b-\\u0652\\u0670\\u06d6-\\u06dc\\u06df-\\u06e4\\u06e7\\u06e8\\u06ea-\\u06ed\\u08d3-\\u08ff\\u0300-\\u036f]", "gu");
-// They stand in every text, and marking them says nothing.
+// They are in every text, so marking them does not help.
 const FUNCTION_WORDS = new Set(
   ("a an and are as at be by can do does for from has have how i in is it my of on or that the this to was what when where " +
    "which who why will with you your").split(" "));
-const STEM = 4;  // letters that forms of a word share at least
-const ENDING = 3;  // letters in which they may differ
+const STEM = 4;  // smallest number of letters that two forms of a word share
+const ENDING = 3;  // largest number of letters in which they differ
 
-/** A function from text to a DocumentFragment in which the query's words are <mark>ed. */
+/** Return a function from text to a DocumentFragment in which the query's words are <mark>ed. */
 export function highlighter(query) {
   const {words, pairs} = parse(query);
   return text => {
@@ -36,7 +37,7 @@ export function highlighter(query) {
   };
 }
 
-/** Words to look for, and pairs of letters (one alone, if a run has no more) of scripts without spaces. */
+/** Return the words of a query, and pairs of letters (or the only letter of a run) of scripts without spaces. */
 function parse(query) {
   const words = [], pairs = new Set();
   for (const match of fold(query).folded.matchAll(RUNS)) {
@@ -49,12 +50,12 @@ function parse(query) {
   return {words: telling.length || pairs.size ? telling : words, pairs};
 }
 
-/** Text as words are compared; `origins[i]` is where the i-th folded code unit came from, with the end at the end. */
+/** Fold text for comparison; `origins[i]` is the place of the i-th folded code unit in it, and the last one its end. */
 function fold(text) {
   let folded = "", at = 0;
   const origins = [];
   for (const piece of text.match(PIECES) ?? []) {
-    // Upper, then lower: ß becomes ss, and a final sigma a sigma.
+    // First upper, then lower case: ß becomes ss, and a final sigma a sigma.
     const plain = piece.toUpperCase().toLowerCase().normalize("NFKD").replace(DROPPED, "").normalize("NFC");
     for (let i = 0; i < plain.length; i++) origins.push(at);
     folded += plain;
@@ -64,7 +65,7 @@ function fold(text) {
   return {folded, origins};
 }
 
-/** Where words and pairs stand in a folded text, in its order. */
+/** Yield the places of words and pairs in a folded text, in its order. */
 function* ranges(folded, words, pairs) {
   for (const match of folded.matchAll(RUNS)) {
     if (match.groups.run) yield* pairRanges(match[0].match(LETTERS), match.index, pairs);
@@ -72,7 +73,7 @@ function* ranges(folded, words, pairs) {
   }
 }
 
-/** The parts of a run in a script without spaces that are marked. */
+/** Yield the marked parts of a run in a script without spaces. */
 function* pairRanges(letters, start, pairs) {
   let at = start, from = -1, covered = 0;
   for (let i = 0; i < letters.length; i++) {
@@ -84,7 +85,7 @@ function* pairRanges(letters, start, pairs) {
   if (from >= 0) yield [from, at];
 }
 
-/** Whether two words are one, or forms of one: attack, attacks. */
+/** Return whether two words are equal, or forms of one word: attack, attacks. */
 function sameWord(one, other) {
   if (one === other) return true;
   const [short, long] = one.length < other.length ? [one, other] : [other, one];

@@ -1,13 +1,13 @@
-// What the server says of itself: how much it knows, how it searches, where to read on, and titles to begin with.
+// The introduction of the server: size of its index, ways to search, links, and titles to try.
 
 import {ask} from "./api.js";
 import {byId, element} from "./element.js";
 import {explained, waysOf} from "./ways.js";
 
 let asked = false;
-const DRAWN = 24, OFFERED = 3, LONG = 36;  // documents drawn, titles offered, letters of the longest
+const DRAWN = 24, OFFERED = 3, LONG = 36;  // documents drawn, titles offered, letters of the longest title
 
-/** Size and version of the index, beside the query and in the footer; what searches; keys that do something here. */
+/** Show size and version of the index, the ways to search, and the keys that have an effect here. */
 export function introduce(info) {
   const documents = `${info.documents.toLocaleString("en")} documents`;
   byId("corpus").textContent = `${documents} in ${info.shards === 1 ? "1 shard" : `${info.shards} shards`}`;
@@ -21,7 +21,7 @@ export function introduce(info) {
   byId("help").querySelectorAll("[data-needs=compare]").forEach(row => { row.hidden = waysOf(info).length < 2; });
 }
 
-/** Offers titles of documents in a direction drawn at random: nobody keeps a list of examples, every visit has others. */
+/** Offer titles of documents near a random vector: every visit has other examples, and no list of them is needed. */
 export async function offer(info, choose) {
   const group = byId("examples");
   if (!info.dim || asked) return;

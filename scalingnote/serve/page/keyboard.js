@@ -1,9 +1,9 @@
-// The keyboard: one table of keys, and how the focus walks.
+// The keyboard: one table of keys, and the moves of the focus.
 
 import {counterpart} from "./compare.js";
 import {byId} from "./element.js";
 
-/** `act` has similar(card), compare(), back() and toggle(card). */
+/** Handle keys; `act` has similar(card), compare(), back() and toggle(card). */
 export function listen(act) {
   const query = byId("query");
   const focused = () => document.activeElement?.closest?.(".card") ?? null;

@@ -1,11 +1,11 @@
-// What a reader may choose beside the query: filters from the fields of /info, query tower, weights. What the server
-// does not offer is not there.
+// The options of a search: filters from the fields of /info, query tower, weights. Only options that the server offers
+// are shown.
 
 import {byId, element} from "./element.js";
 
 const FEW = 8;  // facet values shown before "show all"
 
-/** Filters and options of this server, laid into #options. `change` is called with the changed part of a state. */
+/** Build filters and options of this server in #options. `change` is called with the changed part of a state. */
 export function lay(info, state, change) {
   const filter = (field, wanted) => {
     const {[field]: _, ...others} = state().filter;
@@ -27,7 +27,7 @@ export function lay(info, state, change) {
   byId("options-button").hidden = !blocks.length;
 }
 
-/** Sets every control to what a state says. */
+/** Set every control to the value in a state. */
 export function show(state) {
   const options = byId("options");
   for (const box of options.querySelectorAll("[data-facet]")) {
@@ -49,7 +49,7 @@ export function show(state) {
   byId("options-button").textContent = chosen ? `Filters (${chosen})` : "Filters";
 }
 
-/** Every condition of the filter in use, as a button that removes it. */
+/** Show every condition of the filter as a button that removes it. */
 export function showChips(state, change) {
   const buttons = chips(state.filter).map(({text, without}) => {
     const button = element("button", {type: "button", title: "Remove this filter"}, text, element("span", {"aria-hidden": "true"}, "×"));
@@ -60,7 +60,7 @@ export function showChips(state, change) {
   byId("chips").hidden = !buttons.length;
 }
 
-/** Every condition of a filter: what it says, and the filter without it. */
+/** Return for every condition of a filter its text, and the filter without it. */
 function chips(filter) {
   return Object.entries(filter).flatMap(([field, wanted]) => {
     const {[field]: _, ...others} = filter;
@@ -82,7 +82,7 @@ function block(name, ...children) {
   return element("fieldset", {}, element("legend", {}, name), ...children);
 }
 
-/** Where the server's word on this field goes. */
+/** Return the element for an error of the server about this field. */
 function complaint(field) {
   return element("p", {id: `error-${field}`, className: "field-error", role: "alert", hidden: true, "data-field": field});
 }
@@ -158,15 +158,15 @@ function rerank(change) {
 }
 
 function user(change) {
-  const input = element("input", {id: "user", type: "text", placeholder: "nobody", "aria-label": "Search as user", autocomplete: "off"});
+  const input = element("input", {id: "user", type: "text", placeholder: "no user", "aria-label": "Search as user", autocomplete: "off"});
   input.addEventListener("change", () => change({user: input.value.trim() || null}));
   return block("as user", input, complaint("user_id"));
 }
 
-/** An arm as readers see it. */
+/** Return the displayed name of an arm. */
 export const armName = arm => (arm.tower && arm.tower !== arm.name ? `${arm.name} (${arm.tower})` : arm.name);
 
-/** A select of [value, text] pairs. */
+/** Create a select of [value, text] pairs. */
 export function choice(pairs, properties) {
   return element("select", properties, ...pairs.map(([value, text]) => element("option", {value}, text)));
 }

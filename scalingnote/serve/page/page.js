@@ -1,4 +1,4 @@
-// The flow of the page, one way: what a reader does ─► state (kept in the address) ─► requests ─► answers ─► elements.
+// The flow of the page, in one direction: action of the user ─► state (in the address) ─► requests ─► answers ─► elements.
 
 import {FIRST_K, read, write} from "./address.js";
 import {beside, clearFields, counted, missing, notice, notify, timings} from "./answer.js";
@@ -14,22 +14,22 @@ import {toggle} from "./result.js";
 import {firstPair, waysOf} from "./ways.js";
 
 const PAUSE_MS = 110;  // of typing, before a query is sent
-const LEARN_MS = 30_000;  // between two looks at what the server offers
+const LEARN_MS = 30_000;  // between two requests for /info
 const PATIENCE_MS = 400;
-const COMPOSING = -1;  // no timer's number
-const NOTHING = {name: "ScalingNote", arms: [], fields: {}, facets: {}, max_k: 100};  // until the server has said more
+const COMPOSING = -1;  // not the number of a timer
+const NOTHING = {name: "ScalingNote", arms: [], fields: {}, facets: {}, max_k: 100};  // before /info is read
 
 let info = NOTHING;
-let learnt = 0;  // when `info` was asked for
+let learnt = 0;  // when `info` was requested
 let state = read(location.search);
-let shown = state;  // whose answer is on the page
-let drafting = false;  // a query being typed is one step of the history, however many letters it has
-let typing = 0;  // a timer while the box holds what the state does not know yet: nobody writes into it then
-let newest = new AbortController();  // of the newest request: answers to older ones never come to the page
-const titles = new Map();  // of the documents seen, by doc_id
+let shown = state;  // the state of the answer on the page
+let drafting = false;  // whether a query is being typed: it is one step of the history, however many letters it has
+let typing = 0;  // a timer while the box has a text that is not in the state yet: then no code writes to the box
+let newest = new AbortController();  // of the newest request: answers to older ones are never shown
+const titles = new Map();  // of documents, by doc_id
 const query = byId("query");
 
-/** Shows another state. `how`: "push" is a step to go back from, "draft" a query that is still being typed. */
+/** Show another state. `how`: "push" adds a step to the history, "draft" is for a query that is still being typed. */
 function change(changed, how = "push") {
   if ("query" in changed || "similar" in changed) settle();
   state = {...state, ...changed};
@@ -40,7 +40,7 @@ function change(changed, how = "push") {
   return refresh();
 }
 
-/** Asks for what the state says, and shows the answer unless something newer was asked meanwhile. */
+/** Send the requests of the state, and show the answer unless a newer request was sent meanwhile. */
 async function refresh() {
   newest.abort();
   const mine = newest = new AbortController();
@@ -59,7 +59,7 @@ async function refresh() {
   shown = state;
 }
 
-/** {answer, roundTrip in ms}, or {failure}. */
+/** Return {answer, roundTrip in ms}, or {failure}. */
 async function outcome({path, body}, signal) {
   const start = performance.now();
   const waiting = failure => notify(notice("wait", `${failure.message} Trying once more in ${failure.retryAfter} s.`));
@@ -91,13 +91,13 @@ function showHeading() {
   const name = element("q", {}, titles.get(state.similar) ?? state.similar);
   heading.replaceChildren(element("h2", {}, "Similar to ", name), leave);
   if (titles.has(state.similar)) return;
-  // Reached by its address: the document itself says what it is called.
+  // The page was opened by this address, so the title is read from the document.
   ask(`documents/${encodeURIComponent(state.similar)}`, null, {signal: newest.signal})
     .then(document => { name.textContent = document.title || document.doc_id; }, () => {});
 }
 
 function showStart() {
-  if (info !== NOTHING) notify();  // else it says why nothing is known
+  if (info !== NOTHING) notify();  // else the notice explains why there is no information
   clearFields();
   byId("columns").replaceChildren();
   byId("count").textContent = "";
@@ -122,12 +122,12 @@ function showAnswers(requests, outcomes) {
   byId("more").hidden = state.k >= info.max_k || answers.every(({results}) => results.length < state.k);
   byId("request").hidden = false;
   byId("request").querySelector("pre").textContent = requests.map(({path, body}) => asCurl(path, body)).join("\n\n");
-  // Nothing is known of the server yet, or its index was swapped (or this arm has its own: hence no more than at times).
+  // /info has not been read yet, or the index has changed. An arm may have a separate index, hence the pause.
   const other = answers.some(answer => answer.index_version !== info.index_version);
   if (info === NOTHING || (other && performance.now() - learnt > LEARN_MS)) learn();
 }
 
-/** The focus stays on the document it was on, goes to the first if that is gone, and returns from similar ones. */
+/** Keep the focus on its document, or move it to the first one; move it back when similar documents are left. */
 function refocus(focused) {
   const at = doc => doc && byId("columns").querySelector(`.card[data-doc="${CSS.escape(doc)}"] .title`);
   const left = shown.similar !== state.similar ? shown.similar : null;
@@ -158,14 +158,14 @@ function again() {
 
 function askForKey(failure) {
   const dialog = byId("key");
-  notify(notice("error", "This server wants an API key.", {action: "Enter key", act: () => dialog.showModal()}));
+  notify(notice("error", "This server needs an API key.", {action: "Enter key", act: () => dialog.showModal()}));
   if (key.get()) byId("key-why").textContent = `The key was refused: ${failure.message}`;
   key.set(null);
   byId("key-input").value = "";
   if (!dialog.open) dialog.showModal();
 }
 
-/** What the server offers. Until it answers, the page is a plain search box. */
+/** Read /info. Until the server answers, the page is a plain search box. */
 async function learn() {
   learnt = performance.now();
   try {
@@ -193,7 +193,7 @@ function toggleOptions(open) {
   byId("options-button").setAttribute("aria-expanded", byId("options").classList.contains("open"));
 }
 
-/** One step out of what is open; false where nothing is. */
+/** Close options, similar documents or the comparison; return false if none is open. */
 function back() {
   if (byId("options").classList.contains("open")) toggleOptions(false);
   else if (state.similar !== null) change({similar: null});
@@ -205,7 +205,7 @@ function back() {
 function typed(event) {
   clearTimeout(typing);
   typing = COMPOSING;
-  if (event?.isComposing) return;  // half of a character is no query
+  if (event?.isComposing) return;  // half of a character is not a query
   typing = setTimeout(() => {
     settle();
     const text = query.value.trim();
@@ -213,7 +213,7 @@ function typed(event) {
   }, PAUSE_MS);
 }
 
-/** What is in the box is no longer waited for. */
+/** Stop waiting for the text in the box. */
 function settle() {
   clearTimeout(typing);
   typing = 0;
@@ -240,7 +240,7 @@ byId("key").addEventListener("close", event => {
   notify();
   again();
 });
-// A pointer that moves: not one under which the page was scrolled.
+// Only a pointer that moves, not one on a page that is scrolled.
 for (const kind of ["pointermove", "focusin"]) {
   byId("columns").addEventListener(kind, event => point(byId("columns"), event.target.closest(".card")?.dataset.doc ?? null));
 }
@@ -254,6 +254,6 @@ addEventListener("online", () => document.querySelector(".notice.error") && agai
 listen({toggle, back, compare: toggleCompare, similar: item => item.querySelector(".similar").click()});
 
 if (!query.value) query.value = state.query;
-else if (query.value.trim() !== state.query) typed();  // before this script was there
-// What is laid out depends on what the server offers: waiting for that a little saves a shift of everything.
+else if (query.value.trim() !== state.query) typed();  // the user typed before this script was loaded
+// The layout depends on /info: waiting for it for a short time avoids a shift of the layout.
 Promise.race([learn(), new Promise(resolve => setTimeout(resolve, PATIENCE_MS))]).then(refresh);

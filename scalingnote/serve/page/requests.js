@@ -1,10 +1,10 @@
-// What a state asks of the API: one request, or one for each way to search that is compared.
+// The requests of a state: one request, or one for each way to search that is compared.
 
 import {asked} from "./ways.js";
 
 const RERANKED = 20;
 
-/** Requests as {path, body}. */
+/** Return requests as {path, body}. */
 export function requestsOf({query, k, filter, arm, compare, similar, weight, rerank, user}) {
   const common = {k, ...(Object.keys(filter).length && {filter})};
   if (similar !== null) return [{path: "similar", body: {doc_id: similar, ...common, ...(arm && {arm})}}];

@@ -1,14 +1,14 @@
-// One result: what it is, why it is here, and how to go on from it.
+// One result: the document, its scores, and its actions.
 
 import {element, spoken} from "./element.js";
 
-// Shown elsewhere on the card, or not a field of the document.
+// These are shown elsewhere on the card, or are not fields of the document.
 const OWN = new Set(["doc_id", "score", "title", "topic", "snippet", "semantic_id", "explain"]);
 let cards = 0;
 
 /**
- * A list item for a result. `mark` highlights, `best` is the list's first score; `badge` (compare) and `onSimilar`
- * may be null. Its title is a button: arrows walk from title to title, Enter opens it.
+ * Create a list item for a result. `mark` highlights text, `best` is the first score of the list; `badge` (compare)
+ * and `onSimilar` may be null. The title is a button: arrow keys move from title to title, Enter opens it.
  */
 export function card(result, {rank, best, mark, badge, onSimilar}) {
   const id = `result-${++cards}`;
@@ -40,17 +40,17 @@ export function card(result, {rank, best, mark, badge, onSimilar}) {
   return item;
 }
 
-/** Opens or closes a card. */
+/** Open or close a card. */
 export const toggle = item => item.querySelector(".title").click();
 
-/** A score, and how far it is from the best one. */
+/** Show a score, and a bar with its ratio to the best one. */
 function score(value, best) {
   const bar = element("span", {className: "score-bar", "aria-hidden": "true"}, element("span"));
   bar.firstChild.style.width = `${100 * (best > 0 ? Math.min(1, Math.max(0, value / best)) : 0)}%`;
   return element("span", {className: "score"}, bar, spoken("score "), number(value));
 }
 
-/** Whether a snippet stops in the middle of a sentence. */
+/** Return whether a snippet stops in the middle of a sentence. */
 const cut = snippet => snippet.length > 160 && !/\p{P}$/u.test(snippet);
 
 function details(result) {

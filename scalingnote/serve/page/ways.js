@@ -1,5 +1,5 @@
-// The ways to search of this server: each query tower with BM25 (hybrid), each alone, and BM25 alone. A way's name is
-// what stands in an address: ARM, ARM:alone or :words.
+// The ways to search of this server: each query tower with BM25 (hybrid), each without it, and only BM25. The name of a
+// way in an address is ARM, ARM:alone or :words.
 
 import {element} from "./element.js";
 import {armName} from "./options.js";
@@ -8,7 +8,7 @@ const ALONE = "alone", WORDS = "words";
 const DENSE_WEIGHT = {[ALONE]: 1, [WORDS]: 0};
 const TABLE = "lookup";  // the form of a query tower that runs no model
 
-/** All ways, as {name, title}: those without BM25 where the documents have no terms. */
+/** Return all ways as {name, title}: only those without BM25 if the documents have no terms. */
 export function waysOf(info) {
   const titled = arm => (info.arms.length > 1 ? armName(arm) : kind(arm));
   const hybrid = info.arms.map(arm => ({name: arm.name, title: info.sparse ? `${titled(arm)} + BM25` : titled(arm)}));
@@ -17,19 +17,19 @@ export function waysOf(info) {
   return [...hybrid, ...alone, {name: `:${WORDS}`, title: "BM25 alone"}];
 }
 
-/** The fields of a request that choose a way. */
+/** Return the fields of a request that choose a way. */
 export function asked(name) {
   const [arm, how] = name.split(":");
   return {...(arm && {arm}), ...(how in DENSE_WEIGHT && {dense_weight: DENSE_WEIGHT[how]})};
 }
 
-/** The two ways that Compare begins with: the one in use beside another tower, or else beside BM25. */
+/** Return the two ways that Compare begins with: the one in use, and another tower or BM25. */
 export function firstPair(info, arm) {
   const first = arm ?? info.arms[0].name;
   return [first, info.arms.find(({name}) => name !== first)?.name ?? `:${WORDS}`];
 }
 
-/** What the words on this page mean, as the rows of a <dl>; of this server's ways alone. */
+/** Explain the words on this page, as the rows of a <dl>: only those that this server uses. */
 export function explained(info) {
   const kinds = new Set(info.arms.map(kind));
   const rows = [
