@@ -17,6 +17,7 @@ from typing import Any
 from scalingnote.core.config import Resources
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import get_logger
+from scalingnote.core.parts import Executor
 from scalingnote.datasets import documents, passages, readers, sources, splits, supervision
 from scalingnote.datasets.config import (
     AnyDataset,
@@ -30,7 +31,7 @@ from scalingnote.datasets.documents import PrepareContext
 from scalingnote.datasets.input_files import SLICE_BYTES, Quarantine, Source
 from scalingnote.storage.artifact import Artifact, Draft, Part
 from scalingnote.storage.schema import PASSAGE
-from scalingnote.storage.shuffle import JsonRecord, TaskRunner, run_slices
+from scalingnote.storage.shuffle import JsonRecord, run_slices
 
 log = get_logger("datasets")
 MAX_SIMULATED_DOCUMENTS = 10_000_000
@@ -65,7 +66,7 @@ def _run(config: Any, output: str, read: Callable[[Any], Source]) -> Artifact:
     return build(config, source, draft, each=_runner(config, source))
 
 
-def _runner(config: AnyDataset | NewDocuments, source: Source) -> TaskRunner:
+def _runner(config: AnyDataset | NewDocuments, source: Source) -> Executor:
     if _bytes_of(source, ["documents"]) <= SLICE_BYTES and _bytes_beside(source) <= BUCKET_BYTES:
         return map
     from scalingnote.core import cluster  # late: small data sets do not need Ray
@@ -85,7 +86,7 @@ def _bytes_beside(source: Source) -> int:
     return _bytes_of(source, [table for table in source.tables if table != "documents"])
 
 
-def build(config: AnyDataset | NewDocuments, source: Source, draft: Draft, *, each: TaskRunner) -> Artifact:
+def build(config: AnyDataset | NewDocuments, source: Source, draft: Draft, *, each: Executor) -> Artifact:
     """Build the data set of a source; `each` runs the tasks."""
     in_files = not any(isinstance(rows, list) for table in source.tables.values() for rows in table)
     # Rows that are not in files are read again: no work is resumed.
@@ -125,7 +126,7 @@ def _counting_model(config: Passages) -> str:
 
 
 def _run_step(
-    name: str, task: Any, items: Sequence[Any], *, each: TaskRunner, quarantine: Quarantine, draft: Draft
+    name: str, task: Any, items: Sequence[Any], *, each: Executor, quarantine: Quarantine, draft: Draft
 ) -> list[Any]:
     """Run the tasks of a step, add up their rejected rows and counts, and register their parts."""
     work = draft.work()

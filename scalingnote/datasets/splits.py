@@ -19,12 +19,13 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote.core.errors import DataError
+from scalingnote.core.parts import Executor
 from scalingnote.datasets.column_checks import normal_text
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.input_files import RawRow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QRELS, QUERIES
-from scalingnote.storage.shuffle import TaskRunner, hash_of
+from scalingnote.storage.shuffle import hash_of
 
 # Documents shown for a query in the test window, and the number of clicks on each.
 TEST_CLICKS = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "clicks": pa.int64()})
@@ -81,7 +82,7 @@ def held_out(
 # --- reading a split of a `dataset` artifact; only the test split is in memory ---------------------------
 
 
-def queries(dataset: Artifact, split: str, *, each: TaskRunner = map) -> pa.Table:
+def queries(dataset: Artifact, split: str, *, each: Executor = map) -> pa.Table:
     """Read query_id and query of one split, in the order of `each`, which maps over the parts."""
     read_part = partial(_queries_of_part, dataset=dataset, split=split)
     empty = QUERIES.empty_table().select(["query_id", "query"])
@@ -102,12 +103,12 @@ _JUDGED = pa.schema([("group", pa.string()), ("text", pa.uint64())])
 _CHOSEN = pa.schema([("doc_id", pa.string()), ("by_text", pa.bool_())])
 
 
-def held_out_documents(dataset: Artifact, *, each: TaskRunner = map) -> pa.Array:
+def held_out_documents(dataset: Artifact, *, each: Executor = map) -> pa.Array:
     """Return the doc_ids of :func:`find_held_out`."""
     return find_held_out(dataset, each=each)["doc_id"].combine_chunks()
 
 
-def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> pa.Table:
+def find_held_out(dataset: Artifact, *, each: Executor = map) -> pa.Table:
     """Find the documents to hold out: those in a group with a document that is relevant to a test query.
 
     Documents with the same text as a relevant document are held out too. Texts are title and content, without

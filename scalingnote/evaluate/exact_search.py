@@ -23,6 +23,7 @@ from scipy.sparse import csr_array
 from scalingnote.core import topk
 from scalingnote.core.errors import ArtifactError
 from scalingnote.core.log import Progress
+from scalingnote.core.parts import Executor
 from scalingnote.encode.lexical.weights import read_columns
 from scalingnote.evaluate.pool import Pool, PoolPart, places
 from scalingnote.index import hybrid
@@ -30,7 +31,6 @@ from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW
-from scalingnote.storage.shuffle import TaskRunner
 
 _PAIRS_PER_BLOCK = 65_536
 
@@ -216,7 +216,7 @@ def search(
     *,
     k: int,
     joined: Mapping[str, JoinedScores] | None = None,
-    each: TaskRunner = map,
+    each: Executor = map,
 ) -> dict[str, TopDocuments]:
     """Find the `k` best documents of every query by each of the scores.
 
@@ -285,7 +285,7 @@ def score_pairs(
     queries: Sequence[str],
     pairs: pa.Table,
     *,
-    each: TaskRunner = map,
+    each: Executor = map,
 ) -> dict[str, Float[ndarray, " pairs"]]:
     """Compute scores of pairs of a query (its text) and a document, in the order of `pairs`.
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from scalingnote.core import cluster
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import Progress, environment, get_logger
-from scalingnote.core.parts import PartStage
+from scalingnote.core.parts import Executor, PartStage
 from scalingnote.core.reports import render
 from scalingnote.datasets.passages import settings
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -55,7 +55,6 @@ from scalingnote.evaluate.user_files import (
 from scalingnote.storage import arrow, trec
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table, write_table
-from scalingnote.storage.shuffle import TaskRunner
 
 log = get_logger("evaluate")
 
@@ -283,7 +282,7 @@ class RecordedTasks:
     Passes are identified by their number, because a repeated stage makes the same passes in the same order.
     """
 
-    def __init__(self, folder: str, each: TaskRunner) -> None:
+    def __init__(self, folder: str, each: Executor) -> None:
         self._folder, self._each, self._passes = folder, each, count()
 
     def __call__(
@@ -291,7 +290,7 @@ class RecordedTasks:
         task: PartStage | Callable[[Any], pa.Table],
         items: Iterable[Any],
         *,
-        each: TaskRunner | None = None,
+        each: Executor | None = None,
     ) -> Iterator[pa.Table]:
         """Return the tables of all items, in any order; `each` runs the tasks that have no table yet."""
         folder = fs.join(self._folder, f"{next(self._passes):03d}")

@@ -20,11 +20,11 @@ from numpy import ndarray
 
 from scalingnote.core.bm25 import document_texts
 from scalingnote.core.errors import ArtifactError
+from scalingnote.core.parts import Executor
 from scalingnote.datasets.passages import settings
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW, document_of
-from scalingnote.storage.shuffle import TaskRunner
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def document_ids_of(passage_ids: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def document_ids(
-    pool: Pool, rows: Int[ndarray, "queries k"], *, each: TaskRunner = map
+    pool: Pool, rows: Int[ndarray, "queries k"], *, each: Executor = map
 ) -> tuple[Int[ndarray, " found"], pa.Array]:
     """Return distinct rows in ascending order, and the ids of their documents; negative rows are ignored.
 
@@ -157,7 +157,7 @@ def _ids_of_group(
 
 
 def gather_embeddings(
-    pool: Pool, doc_ids: Sequence[str], *, each: TaskRunner = map
+    pool: Pool, doc_ids: Sequence[str], *, each: Executor = map
 ) -> tuple[Float[ndarray, "docs dim"], Bool[ndarray, " docs"]]:
     """Gather embeddings of documents, and a mask of those that are in the pool; the others are 0."""
     task = partial(_vectors_of_group, pool=pool, doc_ids=pa.array(doc_ids, pa.string()))
@@ -186,7 +186,7 @@ def places(
 
 
 def find_documents(
-    dataset: Artifact, doc_ids: Iterable[str], columns: list[str], *, each: TaskRunner = map
+    dataset: Artifact, doc_ids: Iterable[str], columns: list[str], *, each: Executor = map
 ) -> pa.Table:
     """Find documents of a dataset by their ids, sorted by id; unknown ids are left out."""
     ids = pa.array(sorted(set(doc_ids)), pa.string())
@@ -199,7 +199,7 @@ def values_by_id(table: pa.Table) -> dict[str, Any]:
 
 
 def find_rows(
-    dataset: Artifact, table: str, key: str, values: pa.Array, columns: list[str], *, each: TaskRunner = map
+    dataset: Artifact, table: str, key: str, values: pa.Array, columns: list[str], *, each: Executor = map
 ) -> pa.Table:
     """Find the rows of a dataset's table with a `key` in `values`, in any order."""
     task = partial(_rows_of_slice, dataset=dataset, key=key, values=values, columns=columns)

@@ -27,6 +27,7 @@ from scipy.sparse import csr_array, vstack
 from scalingnote.core.bm25 import terms
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import Progress
+from scalingnote.core.parts import Executor
 from scalingnote.core.words import Language
 from scalingnote.datasets.passages import settings
 from scalingnote.encode.config import BM25Config
@@ -44,7 +45,6 @@ from scalingnote.index import shard as shards
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.shuffle import TaskRunner
 
 INDEX_RECALL_AT = (10, 100)
 RUN_DEPTH = 100  # results per query and method: the depth of the deepest measure except R@K
@@ -65,7 +65,7 @@ def weigh_words(
     language: Language = "none",
     k1: float = BM25Config().k1,
     b: float = BM25Config().b,
-    each: TaskRunner = map,
+    each: Executor = map,
 ) -> BM25Weights:
     """Compute BM25's weights of the words of `queries` from the texts of the pool, without an index.
 
@@ -138,7 +138,7 @@ class Methods:
 
     config: EvaluateConfig
     parents: Mapping[str, Artifact]
-    each: TaskRunner = map  # runs the tasks
+    each: Executor = map  # runs the tasks
 
     @property
     def towers(self) -> dict[str, str]:
@@ -299,7 +299,7 @@ def _search_pool(
 
 
 def _runs(
-    pool: Pool, rankings: Mapping[str, Ranked], *, test: TestSet, each: TaskRunner
+    pool: Pool, rankings: Mapping[str, Ranked], *, test: TestSet, each: Executor
 ) -> dict[str, trec.Run]:
     """Convert rankings of rows to runs of document ids."""
     all_rows = np.concatenate([rows for _, rows in rankings.values()], axis=1)
@@ -339,7 +339,7 @@ def pair_scorer(
 
 
 def _through_index(
-    index: Artifact, queries: Float[ndarray, "queries dim"], *, test: TestSet, k: int, each: TaskRunner
+    index: Artifact, queries: Float[ndarray, "queries dim"], *, test: TestSet, k: int, each: Executor
 ) -> trec.Run:
     """Search an index shard by shard, like searchers with one shard each."""
     best, numbers = _HITS.empty_table(), range(shards.open_layout(index).shards)

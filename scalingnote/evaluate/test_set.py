@@ -12,6 +12,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.core.errors import DataError
+from scalingnote.core.parts import Executor
 from scalingnote.core.words import UNSPACED, clusters, marks
 from scalingnote.datasets import splits
 from scalingnote.datasets.readers import find_trec_slices, read_qrels_slice
@@ -21,7 +22,6 @@ from scalingnote.evaluate.pool import find_rows, values_by_id
 from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QRELS
-from scalingnote.storage.shuffle import TaskRunner
 
 _TYPO_ID_SUFFIX = "\n"  # no id of a dataset ends with a newline
 Slice = dict[str, Any]  # "label", "queries" (number), "methods": method -> measure -> mean
@@ -80,7 +80,7 @@ class QueryEmbeddings:
         return QueryEmbeddings(distinct, self.of(distinct))
 
 
-def load_test_set(dataset: Artifact, *, judgements: str | None = None, each: TaskRunner = map) -> TestSet:
+def load_test_set(dataset: Artifact, *, judgements: str | None = None, each: Executor = map) -> TestSet:
     """Load queries of the test split, sorted by id; tasks do not return judgements of other queries.
 
     A TREC file of `judgements` replaces those of the dataset.

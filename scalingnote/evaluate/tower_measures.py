@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 from jaxtyping import Float, Int64
 from numpy import ndarray
 
+from scalingnote.core.parts import Executor
 from scalingnote.evaluate.measures import ENTROPY, MeasureValues
 from scalingnote.evaluate.pool import Pool, document_ids, gather_embeddings
 from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.shuffle import TaskRunner
 from scalingnote.train.config import Losses
 
 EMBEDDING_BOUND = 1.0
@@ -47,7 +47,7 @@ def entropies(
     temperature: float,
     negatives: int = ENTROPY_NEGATIVES,
     seed: int = 0,
-    each: TaskRunner = map,
+    each: Executor = map,
 ) -> tuple[dict[str, Any], MeasureValues]:
     """Compute the contrastive entropy of every test query and tower.
 
@@ -97,7 +97,7 @@ def entropies(
     )
 
 
-def _sample_documents(embeddings: Artifact, number: int, *, seed: int, each: TaskRunner) -> list[str]:
+def _sample_documents(embeddings: Artifact, number: int, *, seed: int, each: Executor) -> list[str]:
     """Draw ids of random documents of a pool, in random order."""
     total = embeddings.counts["documents"]
     rows = np.random.default_rng(seed).choice(total, min(number, total), replace=False)

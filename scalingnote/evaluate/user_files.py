@@ -15,6 +15,7 @@ from numpy import ndarray
 from scalingnote.core import words
 from scalingnote.core.bm25 import document_texts
 from scalingnote.core.errors import DataError
+from scalingnote.core.parts import Executor
 from scalingnote.datasets.config import TableFile
 from scalingnote.datasets.readers import RUN_ROWS, find_trec_slices, read_run_slice, table_rows
 from scalingnote.evaluate import measures
@@ -24,7 +25,6 @@ from scalingnote.evaluate.pool import find_documents, find_rows, values_by_id
 from scalingnote.evaluate.test_set import TestSet
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.shuffle import TaskRunner
 
 # Takes distinct texts of queries, and pairs of `query` and `doc_id`; returns method -> a score per pair, NaN
 # if a document is not in the pool.
@@ -66,7 +66,7 @@ class UserFiles:
 
 
 def read_user_files(
-    config: EvaluateConfig, dataset: Artifact, *, test: TestSet, each: TaskRunner = map
+    config: EvaluateConfig, dataset: Artifact, *, test: TestSet, each: Executor = map
 ) -> UserFiles:
     """Read and check all files that the config names.
 
@@ -80,7 +80,7 @@ def read_user_files(
     )
 
 
-def read_judgements(config: Judgements, dataset: Artifact, *, each: TaskRunner = map) -> PairLabels:
+def read_judgements(config: Judgements, dataset: Artifact, *, each: Executor = map) -> PairLabels:
     """Read judged pairs from a file; skip and count rows without a document, a query or one of the labels.
 
     The dataset has the texts of queries that rows name by id; `each` runs the tasks that find them.
@@ -150,7 +150,7 @@ def read_answers(file: TableFile, *, test: TestSet) -> dict[str, list[str]]:
     return answers_of
 
 
-def read_candidates(path: str, *, test: TestSet, each: TaskRunner = map) -> tuple[trec.Run, TestSet]:
+def read_candidates(path: str, *, test: TestSet, each: Executor = map) -> tuple[trec.Run, TestSet]:
     """Read candidates of test queries from a TREC run, and return them with the queries that have some."""
     task = partial(read_run_slice, query_ids=pa.array(test.query_ids, pa.string()))
     tables = [RUN_ROWS.empty_table(), *each(task, find_trec_slices(path))]
@@ -268,7 +268,7 @@ def relaxed_recall(
     *,
     answers: Mapping[str, Sequence[str]],
     recall_at: Sequence[int],
-    each: TaskRunner = map,
+    each: Executor = map,
 ) -> dict[str, Any]:
     """Build the section of report.json on the share of queries with an answer in their first K documents.
 

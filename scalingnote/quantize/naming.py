@@ -24,12 +24,13 @@ from numpy import ndarray
 from safetensors import numpy as safetensors
 
 from scalingnote.core.errors import DataError
+from scalingnote.core.parts import Executor
 from scalingnote.quantize import semantic_id
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.arrow import to_arrow, to_matrix
 from scalingnote.storage.artifact import Artifact, Draft, Part, read_table, write_table
-from scalingnote.storage.shuffle import TaskRunner, group_by_size, run_slices
+from scalingnote.storage.shuffle import group_by_size, run_slices
 
 ROWS = 1 << 22  # documents of a task, which needs about 270 bytes of memory for each: 1.1 GB
 KEYS_PER_RANGE = 1024  # sampled to determine the bounds of ranges
@@ -90,7 +91,7 @@ def sort(
     levels: int,
     size: int,
     earlier: Artifact | None,
-    each: TaskRunner,
+    each: Executor,
 ) -> Counted:
     """Write the files by code and their summary, and count.
 

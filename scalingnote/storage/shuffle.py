@@ -4,7 +4,7 @@ Tables are scattered into buckets by key, and a bucket is gathered again. A task
 (some parts of an artifact), a bucket, or anything with a name. It names its files after its part, so that a
 repeated task replaces them. Its record, JSON values, is written last: after any number of kills, a run keeps
 the existing records and repeats the other tasks. No row passes through the driver. The caller decides where
-and in which order tasks run (:data:`TaskRunner`).
+and in which order tasks run (an :data:`Executor`).
 
 A task scatters into one file with a few record batches for each bucket, so a bucket costs about two ranged
 reads of each file. :func:`slices` makes at most about MAX_SLICES slices, larger ones instead of more: a
@@ -52,7 +52,6 @@ MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 << 20, 512 << 20
 JsonRecord = dict[str, Any]  # JSON values
 NumberedSlice = tuple[int, list[str]]  # its number and its parts
 NamedPart = tuple[str, Any]  # its name and the part as the stage knows it
-TaskRunner = Executor
 T = TypeVar("T")
 
 

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from scalingnote.core.errors import DataError
 from scalingnote.core.log import get_logger
+from scalingnote.core.parts import Executor
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
 from scalingnote.models.sparse_query import SparseQuery, needs_leading_space
@@ -33,7 +34,6 @@ from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
 from scalingnote.storage.schema import DOCUMENT_COLUMNS
 from scalingnote.storage.shuffle import (
     JsonRecord,
-    TaskRunner,
     hash_of,
     named_parts,
     run_slices,
@@ -78,7 +78,7 @@ def prepare(
     triplets: Artifact,
     folder: str,
     mixture: Mapping[str, TrainingSet] | None = None,
-    each: TaskRunner = map,
+    each: Executor = map,
 ) -> PreparedStore:
     """Write the store of a run into `folder`, or find it there. Must be called once, before any rank starts.
 
@@ -101,7 +101,7 @@ def prepare(
     return PreparedStore(folder, tokenizers, facts["sizes"], facts["documents"], facts["group"])
 
 
-def _write_store(config: TrainConfig, sets: Mapping[str, TrainingSet], folder: str, each: TaskRunner) -> None:
+def _write_store(config: TrainConfig, sets: Mapping[str, TrainingSet], folder: str, each: Executor) -> None:
     triplet_slices = [
         (name, parts) for name, entry in sets.items() for parts in slices(entry.triplets, "triplets")
     ]

@@ -30,9 +30,10 @@ import pyarrow.ipc
 from jaxtyping import Int64
 from numpy import ndarray
 
+from scalingnote.core.parts import Executor
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
-from scalingnote.storage.shuffle import JsonRecord, TaskRunner, run_slices, scatter, stream
+from scalingnote.storage.shuffle import JsonRecord, run_slices, scatter, stream
 from scalingnote.train.data import (
     Order,
     RankShare,
@@ -103,7 +104,7 @@ def write_stream(
     *,
     batch: int,
     pool: Int64[ndarray, " documents"],
-    each: TaskRunner = map,
+    each: Executor = map,
 ) -> dict[str, int]:
     """Write the stream of a run to a subfolder of its finished store, or find it there.
 

@@ -17,12 +17,13 @@ import pyarrow.compute as pc
 
 from scalingnote.core.bm25 import document_texts, terms
 from scalingnote.core.log import get_logger
+from scalingnote.core.parts import Executor
 from scalingnote.core.words import Language, detect
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, read_table, write_table
 from scalingnote.storage.schema import TEXT_COLUMNS
-from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, run_slices
+from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, run_slices
 
 WORDS = pa.schema({"word": pa.string(), "documents": pa.int64()})  # documents: texts that have the word
 TEXTS_PER_BUCKET = 1 << 21  # the words of this number of texts are one bucket
@@ -71,7 +72,7 @@ def count_frequencies(
     most: int,
     least: int = 1,
     folder: str,
-    each: TaskRunner,
+    each: Executor,
     section: str,
 ) -> Frequencies:
     """Count the texts with each word.

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from scalingnote.core.errors import ConfigError, DataError, TrainingError
 from scalingnote.core.log import get_logger
+from scalingnote.core.parts import Executor
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, list_column, token_columns
 from scalingnote.storage import arrow
@@ -32,7 +33,6 @@ from scalingnote.storage.schema import DOCUMENT_COLUMNS, INDEXED_VIEW
 from scalingnote.storage.shuffle import (
     JsonRecord,
     NumberedSlice,
-    TaskRunner,
     hash_of,
     run_slices,
     slices,
@@ -73,7 +73,7 @@ def prepare(
     prompt: QueryPrompt | LookupPrompt,
     folder: str,
     candidates: CandidateSources | None = None,
-    each: TaskRunner = map,
+    each: Executor = map,
 ) -> dict[str, int]:
     """Write the store of a run into `folder`, or find it there. Must be called once, before any rank starts.
 

@@ -29,10 +29,11 @@ from jaxtyping import Float32, UInt64
 from numpy import ndarray
 
 from scalingnote.core.bm25 import document_texts
+from scalingnote.core.parts import Executor
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QUERIES, TEXT_COLUMNS
-from scalingnote.storage.shuffle import NumberedSlice, TaskRunner, hash_of, run_slices, slices
+from scalingnote.storage.shuffle import NumberedSlice, hash_of, run_slices, slices
 from scalingnote.triplets.collect.triplets import rank_within_runs
 from scalingnote.triplets.config import Learned
 from scalingnote.triplets.planner.planner import words
@@ -61,7 +62,7 @@ class ExampleContext(WorkFolder):
         return pa.array(_random_keys(query_ids, seed=self.config.seed) <= share * (2.0**64 - 1))
 
 
-def gather_examples(context: ExampleContext, *, each: TaskRunner) -> None:
+def gather_examples(context: ExampleContext, *, each: Executor) -> None:
     """Write sampled queries and the texts of their positives, for :func:`read_examples`."""
     do = partial(run_slices, folder=context.folder, each=each, section="planner")
     dataset = context.dataset
