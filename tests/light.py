@@ -47,7 +47,6 @@ def stage(
         dim=DIM,
         tokenizers={"query": learnt(), "document": learnt()},
         seed=0,
-        share_base=True,
         share_backbone=shared,
         sparse=sparse is not None,
     )

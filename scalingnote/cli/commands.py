@@ -348,7 +348,7 @@ def export(options: argparse.Namespace) -> int:
         print(f"{options.to}\nleast cosine to the table over {exports.GOLDEN_QUERIES} queries: {cosine:.5f}")
         return 0
     config = pipeline.load_run(options.run)
-    tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
+    tower = pipeline.locate(config, config.query_tower_kind)
     graph = exports.build(
         ExportConfig(form=options.form or ("onnx" if exports.is_table(tower) else "onnx_int8")),
         tower=tower,

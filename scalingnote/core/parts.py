@@ -79,10 +79,6 @@ def as_stage(work: PartStage | Callable[[Any], Any]) -> PartStage:
     return work if isinstance(work, PartStage) else PartStage(lambda: work)
 
 
-class WorkerLostError(Exception):
-    """The process or the node of a worker was lost."""
-
-
 class PartQueue:
     """Queue of the numbers of parts to try, and the parts that are set aside with a reason."""
 
@@ -173,8 +169,6 @@ def map_here(work: PartStage | Callable[[Any], Any], parts: Sequence[Any]) -> It
             result = process(parts[number])
         except ScalingNoteError:
             raise
-        except WorkerLostError:
-            queue.lose(number, node_is_there=True)
         except Exception as error:
             transient = isinstance(error, OSError)
             queue.fail(number, traceback.format_exc(), transient=transient, cause=error)

@@ -85,7 +85,7 @@ def checked_texts(texts: Iterable[str], *, name: str = "text") -> list[str]:
 
 
 def cut_characters(text: str, max_tokens: int) -> str:
-    """Return a beginning of the text that has at least `max_tokens` tokens, or the complete text."""
+    """Return a beginning that usually has at least `max_tokens` tokens, or the complete text."""
     return text[: max_tokens * CHARACTERS_PER_TOKEN]
 
 

@@ -234,10 +234,10 @@ class WordTokenizer:
         others: list[int] = []
         for number, text in enumerate(texts):
             beginning = cut_characters(text, max_tokens)
-            has_words = self._has_words(beginning)
-            if not has_words:
+            ids = self._of_runs(beginning)[:max_tokens] if self._has_words(beginning) else None
+            if ids is None or (len(ids) < max_tokens and len(beginning) < len(text)):
                 others.append(number)
-            rows.append(self._of_runs(beginning)[:max_tokens] if has_words else [])
+            rows.append(ids or [])
         if others:
             missing = tokenize(self._tokenizer, [texts[number] for number in others], max_tokens)
             for number, ids in zip(others, missing, strict=True):

@@ -40,6 +40,7 @@ GRAPH_LISTS = 16_384  # from this number on, a graph finds the nearest centroids
 GRAPH_LINKS, GRAPH_BUILD_EF, GRAPH_EF = 32, 80, 32  # faiss's M, efConstruction, efSearch
 INNER_PRODUCT = faiss.METRIC_INNER_PRODUCT
 FAST_SCAN_BITS = 4
+UNMAPPABLE = ("ivfpq_fast_scan", "ivf_rabitq")  # families whose lists faiss reads to memory
 _ID_BYTES = 8  # size of a vector's number in the inverted lists
 UNIT_TOLERANCE = 0.01  # allowed error of the mean length of unit vectors, which are stored in float16
 

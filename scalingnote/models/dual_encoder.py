@@ -84,7 +84,6 @@ def build(
     dim: int,
     tokenizers: dict[str, str],
     seed: int,
-    share_base: bool,
     share_backbone: bool = False,
     sparse: bool = False,
     document_seed: int | None = None,
@@ -97,7 +96,6 @@ def build(
         dim: width of the embeddings.
         tokenizers: tokenizer JSON by "query" and "document", for the towers that start from scratch.
         seed: seed of new weights.
-        share_base: whether two towers with adapters on equal backbones share the frozen weights.
         share_backbone: whether a token_wise query tower uses the document tower's backbone with its adapter.
         sparse: whether the document tower gets a sparse head.
         document_seed: seed of a document tower that starts from scratch; None: `seed`. With equal weights in
@@ -113,8 +111,8 @@ def build(
         )
     query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
     query_backbone = document_backbone = None
-    may_share = share_base and not share_backbone and query_json == document_json
-    if may_share and _have_one_base(query, document):
+    # Two towers with adapters on equal backbones share the frozen weights.
+    if not share_backbone and query_json == document_json and _have_one_base(query, document):
         query_backbone, document_backbone = _shared_base(document, tokenizer_json=document_json, seed=seed)
     # A pretrained tower draws only its projection, which must be equal in both towers to be comparable.
     scratch_seed = document_seed if isinstance(document.backbone, Scratch) else None

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.model_files import read_json
 from scalingnote.models.config import Pretrained, TokenWiseConfig, TowerConfig
-from scalingnote.models.published_model import HeadStep
+from scalingnote.models.published_model import MODES, HeadStep
 
 
 def pool(
@@ -37,6 +37,8 @@ def pool(
         return states[ends - 1].float()
     if mode == "cls":
         return states[ends - lengths].float()
+    if mode != "mean":
+        raise ConfigError(f"pooling {mode!r} is not supported: use one of {', '.join(MODES)}")
     if states.is_cuda:  # index_add is not deterministic there
         total = torch.segment_reduce(states.float(), "sum", lengths=lengths)
     else:  # six times as fast as segment_reduce (8,192 tokens of 384, one thread)

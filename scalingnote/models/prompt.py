@@ -469,7 +469,12 @@ def lowercase(tokenizer: Tokenizer) -> None:
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
     """Return the tokens of each text, at least the first `max_tokens`, without special tokens."""
     pieces = [cut_characters(text, max_tokens) for text in texts]
-    return [encoding.ids for encoding in _encodings(tokenizer, pieces, special=False)]
+    rows = [encoding.ids for encoding in _encodings(tokenizer, pieces, special=False)]
+    # White space and words of hundreds of characters give fewer tokens than the cut expects.
+    for number, (text, piece) in enumerate(zip(texts, pieces, strict=True)):
+        if len(rows[number]) < max_tokens and len(piece) < len(text):
+            rows[number] = tokenizer.encode(text, add_special_tokens=False).ids
+    return rows
 
 
 def _encodings(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list[Encoding]:
@@ -481,6 +486,8 @@ def _encodings(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list
 
 def _unseen(text: str, ids: Sequence[int], max_tokens: int) -> int:
     """Estimate the tokens of a text after the cut of :func:`cut_characters` by those before the cut."""
+    if len(ids) < max_tokens:  # :func:`tokenize` has read the complete text
+        return 0
     read_characters = max_tokens * CHARACTERS_PER_TOKEN
     return round(len(ids) * max(len(text) - read_characters, 0) / read_characters)
 

@@ -1,6 +1,6 @@
 """The config of a run: a section for each stage."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -80,6 +80,11 @@ class RunConfig(Config):
     def trains_stage_one(self) -> bool:
         """Whether a dual encoder is trained; otherwise it is external, or a cross-encoder."""
         return not any((self.adopt, self.endpoint, self.vectors, self.cross_encoder))
+
+    @property
+    def query_tower_kind(self) -> Literal["student", "dual_encoder"]:
+        """Kind of the artifact with the query tower that serves."""
+        return "dual_encoder" if self.distill is None else "student"
 
     @property
     def reads_triplets(self) -> bool:

@@ -248,7 +248,7 @@ def _pair(config: RunConfig) -> "SearchedPair":
 
     return SearchedPair(
         model=model_name(config),
-        tower=pipeline.locate(config, "student" if config.distill else "dual_encoder"),
+        tower=pipeline.locate(config, config.query_tower_kind),
         index=pipeline.locate(config, "index"),
         embeddings=pipeline.locate(config, "embeddings"),
         terms=pipeline.query_terms(config),

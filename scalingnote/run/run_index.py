@@ -63,7 +63,7 @@ class Index:
 
         config = pipeline.load_run(str(run_dir))
         self.searcher = Searcher.open(pipeline.locate(config, "index").uri)
-        tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
+        tower = pipeline.locate(config, config.query_tower_kind)
         encoder = QueryEncoder(exports.find(tower, form, str(run_dir)).directory("query"), form)
         # Stored vectors score the candidates by terms; an index with only codes has none.
         source = pipeline.query_terms(config) if self.searcher.layout.refine != "none" else None

@@ -200,9 +200,7 @@ def of(config: "RunConfig") -> list[Stage]:
     ]
     # Without triplets, only fusion needs the planner: it weights the words of a query.
     with_planner = config.reads_triplets or config.fuse is not None
-    tower = (
-        "dual_encoder" if config.distill is None else "student"
-    )  # the artifact with the served query tower
+    tower = config.query_tower_kind
     terms = () if config.bm25 is None else ("bm25_terms",)
     return [
         PREPARE,

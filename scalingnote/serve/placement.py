@@ -14,12 +14,11 @@ from typing import Any
 from ray.serve import Application
 
 from scalingnote.core import GIB, ray_internals
-from scalingnote.index import shard
+from scalingnote.index import families, shard
 from scalingnote.run.service_config import ServeConfig, ServicePart
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact
 
-UNMAPPABLE = ("ivfpq_fast_scan", "ivf_rabitq")  # families whose lists are read to memory in any case
 LIVE_COPIES = 2  # of a live index: the current version, and the one that a compaction changes to
 RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # Ray's option -> resource of a node
 Node = Mapping[str, Any]  # of ray.nodes()
@@ -91,7 +90,7 @@ def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *,
 def _is_mapped(name: str, family: str, *, is_local: bool, config: ServeConfig) -> bool:
     """Return whether a searcher maps a file of a shard, and does not read it to memory."""
     if name.endswith("lists.faiss"):
-        return config.mapped and family not in UNMAPPABLE
+        return config.mapped and family not in families.UNMAPPABLE
     if name.endswith("kept.faiss"):
         return config.mapped
     return is_local or name.endswith("ids.npy")  # a remote ids.npy is copied to a local file

@@ -122,7 +122,6 @@ def build_stage_one(config: TrainConfig, tokenizers: dict[str, str]) -> StageOne
         tokenizers=tokenizers,
         seed=config.seed,
         document_seed=config.seed + 1,
-        share_base=True,
         share_backbone=config.shares_backbone,
         sparse=config.sparse is not None,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from scalingnote.core import parts
 from scalingnote.core.errors import ConfigError, PartsFailedError
-from scalingnote.core.parts import Attempts, PartQueue, PartStage, WorkerLostError, in_order, map_here
+from scalingnote.core.parts import Attempts, PartQueue, PartStage, in_order, map_here
 
 
 def stage(journal: list[Any], faults: dict[int, BaseException], times: int = 99) -> PartStage:
@@ -32,11 +32,6 @@ def stage(journal: list[Any], faults: dict[int, BaseException], times: int = 99)
     [
         (ValueError("not a number"), parts.MAX_ERRORS, "ValueError: not a number"),
         (OSError("slow down"), parts.MAX_OS_ERRORS, "OSError: slow down"),
-        (
-            WorkerLostError("killed"),
-            parts.MAX_PROCESS_LOSSES,
-            r"its process was lost \(2 of 2\): out of memory",
-        ),
     ],
 )
 def test_a_failed_part_is_tried_after_the_others(fault: BaseException, tries: int, reason: str):
@@ -51,13 +46,20 @@ def test_a_failed_part_is_tried_after_the_others(fault: BaseException, tries: in
     assert list(error.value.reasons) == [1]
 
 
-def test_a_part_on_lost_nodes_has_more_tries():
+@pytest.mark.parametrize(
+    ("node_is_there", "tries", "reason"),
+    [
+        (True, parts.MAX_PROCESS_LOSSES, r"its process was lost \(2 of 2\): out of memory"),
+        (False, parts.MAX_LOSSES, r"its process or its node was lost \(4 of 4\)"),
+    ],
+)
+def test_a_lost_part_has_more_tries_if_its_node_is_lost(node_is_there: bool, tries: int, reason: str):
     queue = PartQueue([("name", 0)])
-    for _ in range(parts.MAX_LOSSES):
+    for _ in range(tries):
         queue.check()
-        queue.lose(queue.left.popleft(), node_is_there=False)
+        queue.lose(queue.left.popleft(), node_is_there=node_is_there)
     assert not queue.left
-    with pytest.raises(PartsFailedError, match=r"name: its process or its node was lost \(4 of 4\)"):
+    with pytest.raises(PartsFailedError, match=f"name: {reason}"):
         queue.check()
 
 

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from scalingnote.encode import lookup
 from scalingnote.encode.lookup import WordTokenizer
+from scalingnote.models.prompt import tokenize
 from scalingnote.train.distillation.vocabulary import add_words
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", *"abcdé?!'中[]ß", *(f"##{letter}" for letter in "abcdé"), "ab", "##cd"]
@@ -72,6 +73,14 @@ def test_ids_equal_those_of_the_tokenizer(tokenizer: Tokenizer, texts: list[str]
     assert words._markers == ("[",)  # in both cases; None would mean that texts are not divided
     expected = [tokenizer.encode(text, add_special_tokens=False).ids[:room] for text in texts]
     assert words.ids(texts, room) == expected == words.ids(texts, room)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
+def test_a_text_with_few_tokens_is_read_to_its_end(tokenizer: Tokenizer) -> None:
+    texts = ["a" + 900 * " " + "d d", 150 * "x" + " b", "[" + 900 * " " + "d"]
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids[:8] for text in texts]
+    assert WordTokenizer(tokenizer).ids(texts, 8) == expected
+    assert [ids[:8] for ids in tokenize(tokenizer, texts, 8)] == expected
 
 
 @pytest.mark.parametrize("kind", ["BERT", "BERT, new words"])

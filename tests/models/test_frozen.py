@@ -89,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 def towers(path: Path, base: str) -> DualEncoder:
     lora = Lora(rank=4, base=base)
     configs = {role: families.tower_config(path, role=role, lora=lora) for role in ("query", "document")}
-    return dual_encoder.build(**configs, dim=16, tokenizers={}, seed=0, share_base=True)
+    return dual_encoder.build(**configs, dim=16, tokenizers={}, seed=0)
 
 
 class Match(nn.Module):

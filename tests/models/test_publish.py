@@ -32,7 +32,7 @@ def trained(dataset: Artifact) -> Artifact:
     draft = Draft(f"{dataset.uri}-towers", kind="dual_encoder", config=config, parents={"dataset": dataset})
     tokenizer_json = families.tokenizer().backend_tokenizer.to_str()
     tokenizers = {"query": tokenizer_json, "document": tokenizer_json}
-    encoder = dual_encoder.build(query, document, dim=128, tokenizers=tokenizers, seed=0, share_base=True)
+    encoder = dual_encoder.build(query, document, dim=128, tokenizers=tokenizers, seed=0)
     encoder.save(Path(draft.uri))
     return draft.commit(counts={"triplets": 1234})
 

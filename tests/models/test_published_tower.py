@@ -409,7 +409,7 @@ def test_prompts_and_spaces_match_sentence_transformers(tmp_path: Path, named: s
 def test_training_starts_from_the_published_model(tmp_path: Path, lora: Lora | None):
     path = folder(tmp_path, prompts=PROMPTS, dense=DENSE[:1])
     encoder = dual_encoder.build(
-        config(path, lora=lora), config(path, lora=lora), dim=16, tokenizers={}, seed=0, share_base=True
+        config(path, lora=lora), config(path, lora=lora), dim=16, tokenizers={}, seed=0
     ).eval()
     for role in ("query", "document"):
         side: Any = getattr(encoder, role)

@@ -202,7 +202,6 @@ def test_token_wise_query_and_document_towers_train_together():
         dim=8,
         tokenizers={"query": families.LEARNT, "document": families.LEARNT},
         seed=0,
-        share_base=True,
         share_backbone=True,
     )
     documents = encoder.document.prompt.rows(*families.DOCUMENTS)

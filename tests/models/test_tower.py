@@ -175,7 +175,6 @@ def test_both_towers_start_from_the_same_projection(tmp_path: Path):
         dim=32,
         tokenizers={},
         seed=0,
-        share_base=True,
         share_backbone=config.shares_backbone,
     )
     for side in (encoder.query, encoder.document):

@@ -170,7 +170,6 @@ def test_only_adapters_or_a_part_of_a_large_model_are_measured(monkeypatch: pyte
         dim=DIM,
         tokenizers={"query": learnt(), "document": learnt()},
         seed=0,
-        share_base=True,
     )
     names = {id(value): name for name, value in both.named_parameters()}
     assert measured_parameters(both)

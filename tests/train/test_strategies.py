@@ -84,7 +84,6 @@ class Contrast(Objective):
             dim=8,
             tokenizers={"query": learnt(), "document": learnt()},
             seed=0,
-            share_base=True,
         )
         if long:
             for name, weight in self.towers.query.named_parameters():

@@ -253,7 +253,7 @@ def test_a_stream_is_written_for_a_large_remote_store(
 def train_until(store: str, folder: str, until: int) -> list[dict]:
     """Train on the current ranks from the newest checkpoint to step `until`; return the loss curve."""
     towers = dual_encoder.build(
-        CONFIG.query, CONFIG.document, dim=8, seed=0, share_base=False,
+        CONFIG.query, CONFIG.document, dim=8, seed=0,
         tokenizers=json.loads(fs.read_bytes(fs.join(store, "tokenizers.json"))),
     )  # fmt: skip
     schedule = Schedule(
