@@ -26,6 +26,7 @@ import tokenize
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,43 +48,15 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--no-walk", action="store_true", help="count only; trace nothing")
     options = parser.parse_args()
-    files = sorted(path for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name)  # generated files
-    sources = {path: path.read_text(encoding="utf-8") for path in files}
-    trees = {path: ast.parse(text) for path, text in sources.items()}
-    lines = [len(text.splitlines()) for text in sources.values()]
-    twice, graph = names_twice(trees), imports(trees)
-    back = sorted(back_arrows(graph))
+    metrics, graph = count(), imports(trees())
+    long = sorted(long_functions(trees()), key=lambda each: -each[1])
     single = sorted(single_importers(graph))
-    long = sorted(long_functions(trees), key=lambda each: -each[1])
-    metrics: dict[str, Any] = {
-        "files": len(files),
-        "lines": sum(lines),
-        "median_file": statistics.median(lines),
-        "functions_over_60": len(long),
-        "import_cycles": len(cycles(imports(trees, at_start=True))),
-        "single_importer_modules": len(single),
-        "comment_share": round(comments(sources.values()) / sum(lines), 4),
-        "root_entries": len([path for path in PACKAGE.iterdir() if is_room(path)]),
-        "back_arrows": len(back),
-        "names_twice": len(twice),
-        "commands": len(command_names()),
-        "options": len(config_fields()),
-        "test_lines": lines_below(ROOT / "tests"),
-        "benchmark_lines": lines_below(ROOT / "benchmarks"),
-        "doc_words": sum(len(path.read_text(encoding="utf-8").split()) for path in markdown()),
-    }
-    packages: dict[str, list[int]] = defaultdict(list)
-    for path, count in zip(files, lines, strict=True):
-        packages[path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."].append(count)
-    sizes = [
-        {"package": name, "files": len(counts), "lines": sum(counts)}
-        for name, counts in sorted(packages.items())
-    ]
-    show("Packages", sizes)
+    show("Packages", package_sizes())
     show("Long functions", [{"function": name, "lines": count} for name, count in long])
     listed("imported by one module of their own package only", single)
+    twice = names_twice(trees())
     listed("names that several modules define", [f"{name}: {modules}" for name, modules in twice.items()])
-    listed("imports against the layers", back)
+    listed("imports against the layers", sorted(back_arrows(graph)))
     if not options.no_walk:
         from benchmarks import walk
 
@@ -95,6 +68,53 @@ def main() -> None:
         metrics["files_on_document_walk"] = len(documents.files)
     show("House", [metrics])
     write(options.json, metrics=metrics, long_functions=dict(long), single_importers=single)
+
+
+def count() -> dict[str, Any]:
+    """Return all metrics but those of walks."""
+    lines = [len(text.splitlines()) for text in sources().values()]
+    graph = imports(trees())
+    return {
+        "files": len(lines),
+        "lines": sum(lines),
+        "median_file": statistics.median(lines),
+        "functions_over_60": len([*long_functions(trees())]),
+        "import_cycles": len(cycles(imports(trees(), at_start=True))),
+        "single_importer_modules": len([*single_importers(graph)]),
+        "comment_share": round(comments(sources().values()) / sum(lines), 4),
+        "root_entries": len([path for path in PACKAGE.iterdir() if is_room(path)]),
+        "back_arrows": len([*back_arrows(graph)]),
+        "names_twice": len(names_twice(trees())),
+        "commands": len(command_names()),
+        "options": len(config_fields()),
+        "test_lines": lines_below(ROOT / "tests"),
+        "benchmark_lines": lines_below(ROOT / "benchmarks"),
+        "doc_words": sum(len(path.read_text(encoding="utf-8").split()) for path in markdown()),
+    }
+
+
+@cache
+def sources() -> dict[Path, str]:
+    """Return the text of every file of the package that is not generated."""
+    files = sorted(path for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name)
+    return {path: path.read_text(encoding="utf-8") for path in files}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax tree of every file of the package that is not generated."""
+    return {path: ast.parse(text) for path, text in sources().items()}
+
+
+def package_sizes() -> list[dict[str, Any]]:
+    """Return files and lines of every package."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for path, text in sources().items():
+        package = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
+        sizes[package].append(len(text.splitlines()))
+    return [
+        {"package": name, "files": len(lines), "lines": sum(lines)} for name, lines in sorted(sizes.items())
+    ]
 
 
 def listed(title: str, lines: list[str]) -> None:
@@ -171,15 +191,16 @@ def command_names() -> list[str]:
 
 def config_fields() -> set[tuple[str, str]]:
     """Return class and name of every setting, except those that name the kind of a section."""
-    for path in PACKAGE.rglob("*config.py"):
-        importlib.import_module(module_of(path))
+    modules = {module_of(path) for path in PACKAGE.rglob("*config.py")}
+    for module in modules:
+        importlib.import_module(module)
     classes, fields = [Config], set[tuple[str, str]]()
     while classes:
         classes += (kind := classes.pop()).__subclasses__()
         fields |= {
             (f"{kind.__module__}.{kind.__qualname__}", name)
             for name in kind.__annotations__
-            if kind.__module__.startswith("scalingnote.") and name in kind.model_fields
+            if kind.__module__ in modules and name in kind.model_fields
             if name not in ("kind", "name") and kind is not Config
         }
     return fields

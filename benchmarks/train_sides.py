@@ -156,7 +156,7 @@ def _towers(folder: Path, size: Size, setting: Setting) -> DualEncoder:
     lora = None if setting.base is None else Lora(rank=16, base=setting.base)
     backbone = Pretrained(path=str(folder))
     tower = TowerConfig(backbone=backbone, lora=lora, max_length=size.longest, prompt="{title}[EMB]")
-    return dual_encoder.build(tower, tower, dim=DIM, tokenizers={}, seed=0, share_base=lora is not None)
+    return dual_encoder.build(tower, tower, dim=DIM, tokenizers={}, seed=0)
 
 
 def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:

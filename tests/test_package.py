@@ -1,6 +1,5 @@
-"""The package: one name for each thing. The wheel: what it holds, what it asks for, and that it works."""
+"""The wheel: what it contains, what it requires, and that it works."""
 
-import ast
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from packaging.requirements import Requirement
 import gpu_versions
 import readme_check
 import scalingnote
-from benchmarks import house
 from published import folder as published_folder
 from scalingnote.cli import doctor
 from scalingnote.core import errors
@@ -273,31 +271,3 @@ def test_every_extra_that_a_message_or_page_names_exists():
     named = set(",".join(groups).split(","))
     assert named >= {"cpu", "train", "serve", "gpu"}
     assert named <= PROJECT["optional-dependencies"].keys()
-
-
-def test_a_class_or_public_constant_is_defined_in_one_module():
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in house.PACKAGE.rglob("*.py")}
-    assert len(trees) > 200
-    assert house.names_twice({path: tree for path, tree in trees.items() if "_pb2" not in path.name}) == {}
-
-
-# Verbs whose participle does not end in -ed; "read", "cut", "put", "set" and "split" are infinitives, too.
-PARTICIPLES = {"built", "found", "given", "known", "made", "sent", "taken", "told", "written", "drawn"}
-PARTICIPLES |= {"kept", "left", "lost", "seen", "done", "shown", "chosen"}
-# Verbs that end in -ed without being participles.
-BASES = {"embed", "exceed", "feed", "need", "proceed", "seed", "shed", "speed"}
-BEHIND = {"again", "as", "aside", "back", "by", "for", "from", "if", "of", "to", "until", "up"}
-
-
-def test_a_function_is_named_by_what_it_does_or_gives():
-    """`pad` or `padded_rows`, not `padded`; an attribute, which a property is, may be an adjective."""
-    named = []
-    for path in house.PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
-                continue
-            first, *others = node.name.strip("_").split("_")
-            participle = first in PARTICIPLES or (first.endswith("ed") and first not in BASES)
-            if participle and (not others or others[0] in BEHIND):
-                named.append(f"{path}:{node.lineno} {node.name}")
-    assert named == []

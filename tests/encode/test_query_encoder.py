@@ -158,7 +158,7 @@ def test_errors_name_invalid_queries_and_surrogates_are_replaced(
     for wrong in (None, float("nan"), 7, b"ba"):
         with pytest.raises(DataError, match=f"query 1 is {wrong!r} of type"):
             encoder.encode_queries(["ba", wrong])
-    with pytest.raises(DataError, match="'ba ko' of type str in place of a list"):
+    with pytest.raises(DataError, match="'ba ko' of type str is not a list"):
         encoder.encode_queries("ba ko")
 
 

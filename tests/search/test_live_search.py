@@ -177,7 +177,7 @@ def test_all_parts_answer_as_of_one_record_of_the_log(built: Artifact, tmp_path:
 def test_a_folder_keeps_its_kind(built: Artifact, tmp_path: Path) -> None:
     LiveIndex(tmp_path / "delta", built.uri, delta=True).close()
     LiveIndex(tmp_path / "whole", built.uri).close()
-    with pytest.raises(ConfigError, match=r"made with a delta .* set serve\.live\.delta to true"):
+    with pytest.raises(ConfigError, match=r"created with a delta, .* set serve\.live\.delta to true"):
         LiveIndex(tmp_path / "delta", built.uri, delta=False)
     with pytest.raises(ConfigError, match=r"made with no delta .* set serve\.live\.delta to false"):
         LiveIndex(tmp_path / "whole", built.uri, delta=True)

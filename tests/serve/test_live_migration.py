@@ -282,7 +282,7 @@ def test_a_migration_without_kept_documents_is_refused(run_dir, both):
     running.write(early="bakoli")
     running.close()
     assert not (folder / "pairs.json").exists()
-    with pytest.raises(ConfigError, match=r"record 1 of .*shard-00000 has no whole documents"):
+    with pytest.raises(ConfigError, match=r"record 1 of .*shard-00000 has no complete documents"):
         cut_over.require_kept_writes(migration.read(run_dir))
 
 

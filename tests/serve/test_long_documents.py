@@ -130,7 +130,7 @@ def test_passages_use_the_tokenizer_of_the_model(config):
 
 def test_training_on_clicks_is_refused_with_passages(config):
     settings = config.model_dump(mode="json", include={"dataset"})
-    with pytest.raises(ConfigError, match="nothing is trained"):
+    with pytest.raises(ConfigError, match="nothing can be trained"):
         validate(RunConfig, settings, source="test")
 
 
