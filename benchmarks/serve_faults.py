@@ -46,7 +46,6 @@ from benchmarks.replicas import NODE, Client, Cluster, Tally, searches
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.index import job as index_job
-from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import documents_file, open_layout
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run import migration as migrations
@@ -382,13 +381,13 @@ def _expected(
         QueryEncoder(tower.directory("query")),
         None if terms is None else SparseQuery.load(terms.directory("sparse_query")),
     )
-    joining = Joining(dense_weight=None if terms is None else 1.0)
+    dense_weight = None if terms is None else 1.0
     shards = range(open_layout(index).shards)
     searchers = [Searcher.open(index.uri, shards=[number]) for number in shards]
     results = {}
     for query, searched in zip(queries, path(queries), strict=True):
         of_shards = [
-            searcher.search(searched.embedding, searched.terms, k=K, joining=joining)[0]
+            searcher.search(searched.embedding, searched.terms, k=K, dense_weight=dense_weight)[0]
             for searcher in searchers
         ]
         results[query] = [{hit.doc_id: float(hit.dense) for hit in of} for of in of_shards]

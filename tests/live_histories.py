@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from live_shards import DIM, EXACT, index, table, term_columns
 from scalingnote.index.config import Family
-from scalingnote.index.hybrid import Joining
 from scalingnote.index.live import versions
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseRows
@@ -28,11 +27,7 @@ TERMS = SparseRows(
     np.array([0, 4, 7, 2, 9, VOCABULARY + 5], np.int32),
     np.array([1, 2.5, 0.7, 1, 1.3, 1], np.float32),
 )
-JOININGS = (
-    Joining(),
-    Joining(dense_weight=0.2, candidates=20),
-    Joining(kind="reciprocal_rank", candidates=15),
-)
+DENSE_WEIGHTS = (None, 0.2)
 HISTORIES = st.lists(
     st.one_of(
         st.tuples(
@@ -129,16 +124,15 @@ def agree(found: Searcher, expected: Searcher, truth: dict[str, Document]) -> No
                 assert [hit.score for hit in hits] == pytest.approx(
                     [hit.score for hit in expected_hits], abs=1e-6
                 )
-        for joining in JOININGS:
-            knobs: dict[str, Any] = {"k": 9, "joining": joining, "where": where}
+        for dense_weight in DENSE_WEIGHTS:
+            knobs: dict[str, Any] = {"k": 9, "dense_weight": dense_weight, "where": where}
             for hits, expected_hits in zip(
                 *(s.search(PROBES, TERMS, **knobs) for s in (found, expected)), strict=True
             ):
                 np.testing.assert_allclose(
                     [h.score for h in hits], [w.score for w in expected_hits], atol=1e-6
                 )
-                if joining.kind == "interpolation":  # sums of ranks depend on the order of ties
-                    # Rows have other numbers: of equal scores, another one may be first or last.
-                    last = expected_hits[-1].score + 1e-6 if expected_hits else 0
-                    above = {w.doc_id for w in expected_hits if w.score > last}
-                    assert {h.doc_id for h in hits if h.score > last} == above
+                # Rows have other numbers: of equal scores, another one may be first or last.
+                last = expected_hits[-1].score + 1e-6 if expected_hits else 0
+                above = {w.doc_id for w in expected_hits if w.score > last}
+                assert {h.doc_id for h in hits if h.score > last} == above

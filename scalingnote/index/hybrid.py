@@ -1,4 +1,4 @@
-"""Hybrid search: one ranking from the scores, or the ranks, of dense and of sparse retrieval.
+"""Hybrid search: one ranking from the scores of dense and of sparse retrieval.
 
 Scores of embeddings and of term weights are on different scales, which also vary from query to query.
 Therefore each is normalised to [0, 1] per query; 1 is the score of the best document. The score that becomes
@@ -15,34 +15,14 @@ a document that is not in it. `background` is a property of the embeddings, one 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
-from pydantic import Field
-
-from scalingnote.core.config import Config
 
 WEIGHTS = tuple(step / 20 for step in range(21))  # weights of dense scores that tuning tries
 UNTUNED_WEIGHT = 0.5  # weight of dense scores if neither the request nor the index has one
-
-
-class Joining(Config):
-    """Method that makes one ranking from dense and sparse candidates."""
-
-    kind: Literal["interpolation", "reciprocal_rank"] = "interpolation"
-    dense_weight: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="weight of dense scores, sparse scores have the rest; None: the tuned weight of the "
-        "index, else 0.5",
-    )
-    candidates: int = Field(
-        100, ge=1, le=1000, description="candidates that each retrieval fetches, at least k of the request"
-    )
-    k: int = Field(60, ge=0, description="constant of reciprocal ranks: 1 / (k + rank)")
+CANDIDATES_PER_SCORE = 100  # documents that a search fetches by embeddings, and by terms, at least
 
 
 @dataclass(frozen=True)
@@ -105,32 +85,6 @@ def merge(answers: Sequence[HybridCandidates], *, candidates: int) -> HybridCand
     )
 
 
-def join(
-    both: HybridCandidates,
-    joining: Joining,
-    *,
-    tuned_weight: float | None,
-    background: float | None,
-    candidates: int,
-    k: int,
-) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """Select the k best candidates of each query by `joining`; scores and ids are padded with -inf and -1.
-
-    Args:
-        both: `candidates` of each retrieval, or more.
-        joining: method; its `dense_weight` takes precedence over `tuned_weight`.
-        tuned_weight: of the index; None if it was not tuned.
-        background: of the index; None if it was not measured.
-        candidates: depth of the rankings for reciprocal ranks.
-        k: documents per query.
-    """
-    if joining.kind == "reciprocal_rank":
-        return by_rank(both, k=joining.k, candidates=candidates, depth=k)
-    weights = (joining.dense_weight, tuned_weight, UNTUNED_WEIGHT)
-    weight = next(weight for weight in weights if weight is not None)
-    return by_score(both, dense_weight=weight, background=background or 0.0, depth=k)
-
-
 def by_score(
     both: HybridCandidates, *, dense_weight: float, background: float, depth: int
 ) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
@@ -151,40 +105,6 @@ def by_score(
     scores = np.where(ranked, interpolate(*sides, dense_weight=dense_weight), -np.inf)
     order = np.lexsort((ids, -scores))[:, :depth]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
-
-
-def by_rank(
-    both: HybridCandidates, *, k: int, candidates: int, depth: int
-) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
-    """Rank candidates by :func:`reciprocal_ranks` within the `candidates` best by each score.
-
-    A document that shares no term with the query has no sparse rank.
-    """
-    rankings = (_ids(both, columns) for columns in _rankings(both, depth=candidates))
-    return reciprocal_ranks(*rankings, k=k, depth=depth)
-
-
-def reciprocal_ranks(
-    *rankings: Int[ndarray, "queries _"], k: int, depth: int
-) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
-    """Fuse rankings by reciprocal ranks (Cormack et al., 2009).
-
-    Rankings hold documents, best first, padded with -1. A document that a ranking lacks gets nothing from it.
-    Ties go to the lower document.
-
-    Returns:
-        Sums of 1 / (k + rank) and their documents, best first, padded with -inf and -1.
-    """
-    scores = np.full((len(rankings[0]), depth), -np.inf)
-    documents = np.full((len(rankings[0]), depth), -1, dtype=np.int64)
-    for query, rows in enumerate(zip(*rankings, strict=True)):
-        ranked = np.concatenate(rows)
-        shares = np.concatenate([1 / (k + 1 + np.arange(len(row))) for row in rows])
-        distinct, position = np.unique(ranked[ranked >= 0], return_inverse=True)
-        sums = np.bincount(position, weights=shares[ranked >= 0], minlength=len(distinct))
-        best = np.argsort(-sums, kind="stable")[:depth]
-        scores[query, : len(best)], documents[query, : len(best)] = sums[best], distinct[best]
-    return scores, documents
 
 
 def tune_weight(

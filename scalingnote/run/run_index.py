@@ -90,10 +90,7 @@ class Index:
         self, encoded: "Query", *, k: int, dense_weight: float | None = None
     ) -> "list[SearchHit]":
         """Find the `k` best documents of an encoded query, by embeddings, and terms if the index has some."""
-        from scalingnote.index.hybrid import Joining
-
-        joining = Joining(dense_weight=dense_weight)
-        return self.searcher.search(encoded.embedding, encoded.terms, k=k, joining=joining)[0]
+        return self.searcher.search(encoded.embedding, encoded.terms, k=k, dense_weight=dense_weight)[0]
 
     def search(self, query: str, *, k: int = 10, dense_weight: float | None = None) -> list[Result]:
         """Find the `k` best documents, best first.

@@ -19,17 +19,15 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote.core.errors import ArtifactError, ConfigError, DatabaseError, ScalingNoteError, SearchError
-from scalingnote.index import filters
+from scalingnote.index import filters, hybrid
 from scalingnote.index import shard as shards_of
 from scalingnote.index.config import SearchConfig
-from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import DocumentRows, DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import collection as collections
 from scalingnote.search.collection import Collection, Conditions, Hits, PointPart, Terms
 from scalingnote.search.scan import unit_queries
 from scalingnote.search.searcher import (
-    DEFAULT_JOINING,
     Candidates,
     Searcher,
     candidate_ids,
@@ -143,7 +141,6 @@ class DatabaseSearcher:
         terms: SparseRows | None = None,
         *,
         k: int,
-        joining: Joining = DEFAULT_JOINING,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
         exact: bool = False,
@@ -163,7 +160,7 @@ class DatabaseSearcher:
         conditions = filters.conditions(where or {}, self.fields)
         if not len(unit) or any(condition == [] for condition in conditions.values()):
             return self._candidates([([], [], [])] * len(unit), hybrid=terms is not None)
-        depth = k if terms is None else max(k, joining.candidates)
+        depth = k if terms is None else max(k, hybrid.CANDIDATES_PER_SCORE)
         by_vectors = self._dense(unit, depth, conditions, exact=exact)
         if terms is None:
             return self._candidates([(*hits, []) for hits in by_vectors], hybrid=False)

@@ -33,7 +33,7 @@ from numpy import ndarray
 from scalingnote.core.errors import SearchError
 from scalingnote.index import filters, hybrid, ivf
 from scalingnote.index import shard as shards_of
-from scalingnote.index.hybrid import HybridCandidates, Joining
+from scalingnote.index.hybrid import HybridCandidates
 from scalingnote.index.shard import DocumentStore, IndexLayout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
@@ -50,7 +50,6 @@ from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.storage.schema import PASSAGE, document_of, passage_id
 
 S = TypeVar("S", bound="Searcher")
-DEFAULT_JOINING = Joining()
 FIRST_DEPTH = 4  # passages per requested document in the first search
 DEEPER = 4  # factor by which each further search takes more
 _ROW_BITS = 40  # lower bits of a candidate's id, for the row; the bits above are the number of its shard
@@ -170,7 +169,9 @@ def with_documents(results: Results, store: DocumentStore) -> Results:
     )
 
 
-def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayout) -> Results:
+def rank(
+    candidates: Candidates, *, k: int, layout: IndexLayout, dense_weight: float | None = None
+) -> Results:
     """Rank the candidates of all shards for one query.
 
     The result does not depend on how shards are distributed over searchers: of hybrid candidates, only the
@@ -179,8 +180,9 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
     Args:
         candidates: from :meth:`Searcher.find`; those of several searchers from :func:`concatenate`.
         k: number of documents.
-        joining: how dense and sparse scores are joined.
-        layout: layout of the index; its tuned weight and background apply if `joining` has none.
+        layout: layout of the index.
+        dense_weight: weight of dense scores, in [0, 1]; sparse scores have the rest. None: the tuned
+            weight of the index, else UNTUNED_WEIGHT.
 
     Returns:
         At most k results; if scores are equal, the lower id is first.
@@ -194,12 +196,14 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
         # The candidates of a single searcher are in this order already.
         best = candidates if order == [*range(len(ids))] else candidates.take(order)
         return Results(best, scores, best.documents)
-    depth = max(k, joining.candidates)
+    depth = max(k, hybrid.CANDIDATES_PER_SCORE)
     both = HybridCandidates(candidates.ids[None], candidates.dense[None], candidates.sparse[None])
     if len(ids) > depth:  # from several searchers, each with up to `depth` by either score
         both = hybrid.merge([both], candidates=depth)
-    (joined,), (best,) = hybrid.join(
-        both, joining, tuned_weight=layout.dense_weight, background=layout.background, candidates=depth, k=k
+    weights = (dense_weight, layout.dense_weight, hybrid.UNTUNED_WEIGHT)
+    weight = next(weight for weight in weights if weight is not None)
+    (joined,), (best,) = hybrid.by_score(
+        both, dense_weight=weight, background=layout.background or 0.0, depth=k
     )
     places = {number: place for place, number in enumerate(ids)}
     ranked = candidates.take([places[number] for number in best[best >= 0].tolist()])
@@ -427,7 +431,7 @@ class Searcher:
         terms: SparseRows | None = None,
         *,
         k: int,
-        joining: Joining = DEFAULT_JOINING,
+        dense_weight: float | None = None,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
     ) -> list[list[SearchHit]]:
@@ -437,10 +441,10 @@ class Searcher:
 
         Args:
             queries: embeddings of any length.
-            terms: a row for each query. Candidates of either kind then get both scores, which are joined:
-                interpolation gives a score in [0, 1], the other method a sum of reciprocal ranks.
+            terms: a row for each query. Candidates of either kind then get both scores, interpolated to one
+                in [0, 1].
             k: documents per query, 1 to 1000.
-            joining: how dense and sparse scores are joined.
+            dense_weight: see :func:`rank`.
             nprobe: number of inverted lists to scan; None for the setting of the index.
             where: filter of documents, see :mod:`scalingnote.index.filters`.
 
@@ -452,16 +456,16 @@ class Searcher:
         """
         layout = self.layout
         unit_queries(queries, dim=layout.dim, k=k)  # checks k before it becomes a number of passages
+        if dense_weight is not None and not 0 <= dense_weight <= 1:
+            raise SearchError(f"dense_weight is {dense_weight}: pass a number from 0 to 1")
         answers: list[list[SearchHit]] = [[] for _ in queries]
         waiting, depth = [*range(len(queries))], first_depth(k, layout)
         while waiting:
             numbers, k_passages, waiting = waiting, depth, []
             their_terms = None if terms is None else terms.take(numbers)
-            batch = self.find(
-                queries[numbers], their_terms, k=depth, joining=joining, nprobe=nprobe, where=where
-            )
+            batch = self.find(queries[numbers], their_terms, k=depth, nprobe=nprobe, where=where)
             for number, candidates in zip(numbers, batch, strict=True):
-                best = rank(candidates, k=k_passages, joining=joining, layout=layout)
+                best = rank(candidates, k=k_passages, layout=layout, dense_weight=dense_weight)
                 results = best if best.is_read else with_documents(best, self.store)
                 if layout.passages:
                     results = best_per_document(results)
@@ -477,7 +481,6 @@ class Searcher:
         terms: SparseRows | None = None,
         *,
         k: int,
-        joining: Joining = DEFAULT_JOINING,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
         exact: bool = False,
@@ -492,7 +495,7 @@ class Searcher:
         if terms is not None:
             require_hybrid(layout)
         unit = unit_queries(queries, dim=layout.dim, k=k, passages=layout.passages)
-        depth = k if terms is None else max(k, joining.candidates)
+        depth = k if terms is None else max(k, hybrid.CANDIDATES_PER_SCORE)
         masks = view.masks(where)
         dense, rows = scan.search(
             view.segments,

@@ -14,9 +14,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictStr, StringConstraints, model_validator
 
-from scalingnote.index.hybrid import Joining
 from scalingnote.run.service_config import Limits
-from scalingnote.search.searcher import DEFAULT_JOINING
 from scalingnote.serve.access import invalid
 
 MAX_BATCH = 256  # queries, documents or ids in one request
@@ -417,13 +415,10 @@ def query_text(text: str, limits: Limits) -> str:
     return query
 
 
-def joining(dense_weight: float | None, *, sparse: bool) -> Joining:
-    """Return how scores by embeddings and by terms are joined; `sparse`: whether the index has terms."""
-    if dense_weight is None:
-        return DEFAULT_JOINING
-    if not sparse:
+def check_dense_weight(dense_weight: float | None, *, sparse: bool) -> None:
+    """Raise RefusedError for a weight in a request to an index without terms (`sparse` is False)."""
+    if dense_weight is not None and not sparse:
         raise invalid("dense_weight is given, but the documents of this index have no terms", "dense_weight")
-    return Joining(dense_weight=dense_weight)
 
 
 def unit_vector(values: Sequence[float], dim: int) -> Float[ndarray, "1 dim"]:

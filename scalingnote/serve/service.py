@@ -24,13 +24,11 @@ from numpy import ndarray
 from scalingnote.core.errors import SearchError
 from scalingnote.evaluate.experiment.config import arm_of, unit_of
 from scalingnote.index import filters
-from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import IndexLayout
 from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.live_searcher import Delta
 from scalingnote.search.query_path import COMPARED, Query
 from scalingnote.search.searcher import (
-    DEFAULT_JOINING,
     Candidates,
     Results,
     as_document,
@@ -110,7 +108,7 @@ class Service:
         arm = self._arm(request.arm or self._draw_arm(request, record))
         record.search, record.arm = request, arm.name
         version, layout, where = self._index(request, arm)
-        joining = messages.joining(request.dense_weight, sparse=layout.sparse)
+        messages.check_dense_weight(request.dense_weight, sparse=layout.sparse)
         depth = messages.rerank_depth(request, served=self._deployed.reranker is not None)
         text = "" if request.query is None else messages.query_text(request.query, self._config.limits)
         encoded_query = await self._encode(request, text, arm, version, timer)
@@ -135,7 +133,9 @@ class Service:
             query, candidates, problem = await teacher.search(text, student, candidates, self._find, timer)
             timer.end("escalate")
         self._start_canary(query, candidates, layout)
-        results, readable = await self._documents(query, candidates, candidate_count, joining, layout, timer)
+        results, readable = await self._documents(
+            query, candidates, candidate_count, layout, timer, dense_weight=request.dense_weight
+        )
         timer.end("search")
         reranked: list[float] = []
         if depth and readable:
@@ -193,7 +193,7 @@ class Service:
         timer.end("encode")
         query = Query(vector, k=first_depth(count, layout), where=where, version=version)
         candidates = await self._candidates(query, timer)
-        results, readable = await self._documents(query, candidates, count, DEFAULT_JOINING, layout, timer)
+        results, readable = await self._documents(query, candidates, count, layout, timer)
         others = [hit for hit in _hits(results, count) if hit["doc_id"] != request.doc_id]
         timer.end("search")
         answer = _answer(record, arm, layout, results, others[: request.k], timer)
@@ -230,9 +230,10 @@ class Service:
         query: Query,
         candidates: Candidates,
         k: int,
-        joining: Joining,
         layout: IndexLayout,
         timer: RequestTimer,
+        *,
+        dense_weight: float | None = None,
     ) -> tuple[Results, bool]:
         """Return the k best documents of a query with their stored fields, and whether these could be read.
 
@@ -240,7 +241,7 @@ class Service:
         :mod:`scalingnote.search.searcher`.
         """
         while True:
-            best = rank(candidates, k=query.k, joining=joining, layout=layout)
+            best = rank(candidates, k=query.k, layout=layout, dense_weight=dense_weight)
             results, readable = await self.versions.documents.read(best, timer.left_s())
             if not layout.passages:
                 return results, readable
@@ -289,9 +290,7 @@ class Service:
         except Exception as error:
             log.warning("a canary search failed: %s", error)
             return
-        expected, actual = (
-            rank(each, k=query.k, joining=DEFAULT_JOINING, layout=layout).best for each in (exact, candidates)
-        )
+        expected, actual = (rank(each, k=query.k, layout=layout).best for each in (exact, candidates))
         if expected.version == actual.version and len(expected):
             on_recall(float(np.isin(expected.ids, actual.ids).mean()))
 

@@ -12,7 +12,6 @@ from scalingnote.encode.config import BM25Config
 from scalingnote.encode.lexical import job as lexical
 from scalingnote.index import job, shard
 from scalingnote.index.config import FastScan, IndexConfig, Tuning
-from scalingnote.index.hybrid import Joining
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import open_artifact
@@ -64,13 +63,13 @@ def test_an_index_prefers_bm25_terms_to_those_of_embeddings(
     bm25 = BM25.build(document_texts(documents))
     terms = SparseQuery.load(words.directory("sparse_query")).encode(texts)
     searcher = Searcher.open(index.uri)
-    rankings = searcher.search(query_embeddings, terms, k=100, joining=Joining(dense_weight=0))
+    rankings = searcher.search(query_embeddings, terms, k=100, dense_weight=0.0)
     for query, results in zip(texts, rankings, strict=True):
         scores = np.delete(bm25.scores(query), MISSING)
         expected = np.sort(scores[scores > 0] / scores.max())[::-1][:100]
         np.testing.assert_allclose([result.score for result in results], expected, rtol=2e-3)
     unknown = SparseQuery.load(words.directory("sparse_query")).encode(["zebra", "zebra 42"])
-    nothing, some = searcher.search(query_embeddings[:2], unknown, k=100, joining=Joining(dense_weight=0))
+    nothing, some = searcher.search(query_embeddings[:2], unknown, k=100, dense_weight=0.0)
     assert (nothing, [hit.doc_id for hit in some]) == ([], ["d42"])
     best = [results[0].doc_id for results in searcher.search(query_embeddings, terms, k=1)]
     assert best == judged[1]

@@ -11,31 +11,6 @@ from scalingnote.index import hybrid
 from scalingnote.index.hybrid import HybridCandidates
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(0, 60))
-def test_reciprocal_ranks_are_summed_over_rankings(seed: int, depth: int, k: int):
-    rng = np.random.default_rng(seed)
-    rankings = []
-    for width in (4, 6):
-        rows = np.stack([rng.permutation(9)[:width] for _ in range(3)])
-        rows[0, width - 1] = -1
-        rankings.append(rows)
-    scores, documents = hybrid.reciprocal_ranks(*rankings, k=k, depth=depth)
-    for query in range(3):
-        sums: dict[int, float] = {}
-        for ranking in rankings:
-            for rank, document in enumerate(ranking[query], 1):
-                if document >= 0:
-                    sums[document] = sums.get(document, 0.0) + 1 / (k + rank)
-        expected = sorted(sums, key=lambda d: (-sums[d], d))[:depth]
-        is_result = documents[query] >= 0
-        assert is_result.sum() == len(expected)
-        np.testing.assert_allclose(scores[query][is_result], [sums[d] for d in expected])
-        np.testing.assert_allclose(
-            [sums[d] for d in documents[query][is_result]], [sums[d] for d in expected]
-        )
-        assert np.isneginf(scores[query][~is_result]).all()
-
-
 def draw_pool(
     seed: int, *, queries: int = 20, documents: int = 400
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -114,7 +89,6 @@ def test_queries_without_scores_of_one_side_use_the_other():
     assert hybrid.by_score(worse, dense_weight=0.9, background=0.3, depth=3)[1].tolist() == [[3, 5, -1]]
     no_terms = HybridCandidates(ids, np.array([[0.4, 0.5, -np.inf]]), np.zeros((1, 3)))
     assert hybrid.by_score(no_terms, dense_weight=0.1, background=0.3, depth=3)[1].tolist() == [[5, 3, -1]]
-    assert hybrid.by_rank(no_terms, k=60, candidates=3, depth=3)[1].tolist() == [[5, 3, -1]]
     no_candidates = HybridCandidates(np.empty((2, 0), int), np.empty((2, 0)), np.empty((2, 0)))
     assert hybrid.by_score(no_candidates, dense_weight=0.5, background=0.3, depth=3)[1].shape == (2, 0)
 
@@ -127,11 +101,10 @@ def test_merged_shards_equal_one_index(seed: int, cut: int):
     merged = hybrid.merge(
         [fetch(dense, sparse, 7, columns=part) for part in (slice(0, cut), slice(cut, 41))], candidates=7
     )
-    for rank in (
-        lambda both: hybrid.by_score(both, dense_weight=0.4, background=0.3, depth=9),
-        lambda both: hybrid.by_rank(both, k=60, candidates=7, depth=9),
-    ):
-        np.testing.assert_equal(rank(merged), rank(expected))
+    ranked, best = (
+        hybrid.by_score(both, dense_weight=0.4, background=0.3, depth=9) for both in (merged, expected)
+    )
+    np.testing.assert_equal(ranked, best)
 
 
 def test_the_tuned_weight_is_the_best_of_the_grid():

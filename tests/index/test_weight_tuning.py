@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from in_process import run_without_ray
 from scalingnote.index import hybrid, job
 from scalingnote.index.config import FastScan, IndexConfig, Tuning
-from scalingnote.index.hybrid import HybridCandidates, Joining
+from scalingnote.index.hybrid import HybridCandidates
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact, Draft
@@ -83,7 +83,7 @@ def test_the_tuned_weight_is_that_of_all_documents(tmp_path: Path, monkeypatch: 
     searcher = Searcher.open(index.uri)
     rows_of = SparseQuery.load(towers.directory("sparse_query")).encode(texts)
     by_default, by_tuned, by_another = (
-        searcher.search(embeddings, rows_of, k=9, joining=Joining(dense_weight=weight))
+        searcher.search(embeddings, rows_of, k=9, dense_weight=weight)
         for weight in (None, dense_weight, 1 - dense_weight / 2)
     )
     assert by_default == by_tuned != by_another
@@ -105,7 +105,5 @@ def test_without_judgements_the_weight_is_not_tuned(
     assert index.manifest.info["hybrid_tuning"] == {}
     searcher, terms = Searcher.open(index.uri), SparseQuery.load(towers.directory("sparse_query"))
     query = corpus.matrix[:1], terms.encode(["1 2"])
-    default, half = (
-        searcher.search(*query, k=5, joining=joining) for joining in (Joining(), Joining(dense_weight=0.5))
-    )
+    default, half = (searcher.search(*query, k=5, dense_weight=weight) for weight in (None, 0.5))
     assert default == half

@@ -14,9 +14,8 @@ from in_process import without_ray
 from scalingnote.core.config import Config
 from scalingnote.core.errors import ConfigError, DatabaseError, SearchError
 from scalingnote.export import databases, vectors
-from scalingnote.index import filters, job
+from scalingnote.index import filters, hybrid, job
 from scalingnote.index.config import FastScan, IndexConfig, SearchConfig
-from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
@@ -167,13 +166,16 @@ def engine(
 
 
 def search(
-    engine: SearchBackend, probes: np.ndarray, terms: SparseRows | None = None, **how: Any
+    engine: SearchBackend,
+    probes: np.ndarray,
+    terms: SparseRows | None = None,
+    dense_weight: float | None = None,
+    **how: Any,
 ) -> list[Found]:
     """Return ranked candidates with their documents, like a service."""
-    joining = how.setdefault("joining", Joining())
     store, answers = engine.store, []
     for candidates in engine.find(probes, terms, **how):
-        best = rank(candidates, k=how["k"], joining=joining, layout=engine.layout)
+        best = rank(candidates, k=how["k"], layout=engine.layout, dense_weight=dense_weight)
         hits = with_documents(best, store).hits()
         assert all(hit.document["title"].startswith("Title ") for hit in hits)
         answers.append([(hit.doc_id, hit.score) for hit in hits])
@@ -199,16 +201,18 @@ def test_dense_search_equals_brute_force(engine: SearchBackend, corpus: Corpus) 
     )
 
 
-def test_hybrid_scores_equal_those_of_the_index_files(engine: SearchBackend, corpus: Corpus) -> None:
+def test_hybrid_scores_equal_those_of_the_index_files(
+    engine: SearchBackend, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = Searcher.open(corpus.index)
-    for joining in (Joining(dense_weight=0.3, candidates=40), Joining(kind="reciprocal_rank", candidates=40)):
-        actual, expected = (
-            search(each, corpus.probes, corpus.terms(), k=10, joining=joining) for each in (engine, index)
-        )
-        shared = [len({*a} & {*b}) / 10 for a, b in zip(ids(actual), ids(expected), strict=True)]
-        assert np.mean(shared) >= 0.99
-        scores = ([[score for _, score in answer] for answer in answers] for answers in (actual, expected))
-        np.testing.assert_allclose(*scores, atol=1e-3)
+    monkeypatch.setattr(hybrid, "CANDIDATES_PER_SCORE", 40)
+    actual, expected = (
+        search(each, corpus.probes, corpus.terms(), k=10, dense_weight=0.3) for each in (engine, index)
+    )
+    shared = [len({*a} & {*b}) / 10 for a, b in zip(ids(actual), ids(expected), strict=True)]
+    assert np.mean(shared) >= 0.99
+    scores = ([[score for _, score in answer] for answer in answers] for answers in (actual, expected))
+    np.testing.assert_allclose(*scores, atol=1e-3)
     (candidates,) = engine.find(corpus.probes[:1], corpus.terms([0]), k=10)
     assert candidates.sparse is not None
     rows = {doc_id(row): row for row in range(ROWS)}

@@ -25,9 +25,8 @@ from live_histories import (
 from live_shards import NLIST, index, table
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError, SearchError
 from scalingnote.core.parts import map_here
-from scalingnote.index import filters
+from scalingnote.index import filters, hybrid
 from scalingnote.index.config import Flat, LiveConfig
-from scalingnote.index.hybrid import Joining
 from scalingnote.index.live import compaction, versions
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.live_searcher import Delta, LiveSearcher, OverriddenSearcher, SearcherWithDelta
@@ -104,12 +103,15 @@ def test_terms_are_optional_and_bad_terms_reject_a_row(built: Artifact, tmp_path
         LiveSearcher(plain).search(PROBES, TERMS, k=3)
 
 
-def test_an_exact_hybrid_search_misses_nothing(built: Artifact, tmp_path: Path) -> None:
+def test_an_exact_hybrid_search_misses_nothing(
+    built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Few candidates of either kind, so that terms do not find documents that unscanned lists hide.
+    monkeypatch.setattr(hybrid, "CANDIDATES_PER_SCORE", 5)
     for searcher in (Searcher.open(built.uri), LiveSearcher(LiveIndex(tmp_path / "live", built.uri))):
 
         def scores(searcher: Searcher | LiveSearcher = searcher, **knobs: Any) -> list[list[float]]:
-            # Few candidates of either kind, so that terms do not find documents that unscanned lists hide.
-            answers = searcher.find(PROBES, terms=TERMS, k=5, joining=Joining(candidates=5), **knobs)
+            answers = searcher.find(PROBES, terms=TERMS, k=5, **knobs)
             return [sorted(answer.dense.tolist()) for answer in answers]
 
         assert scores(nprobe=1, exact=True) == scores(nprobe=NLIST) != scores(nprobe=1)
@@ -139,7 +141,7 @@ def test_an_exact_index_gives_identical_answers(tmp_path: Path) -> None:
         for answers, hits in zip(zip(*answers_of_parts, strict=True), expected, strict=True):
             candidates = concatenate(answers)
             assert candidates.searched == 3  # the delta does not count as a shard
-            best = with_documents(rank(candidates, k=K, joining=Joining(), layout=groups[0].layout), store)
+            best = with_documents(rank(candidates, k=K, layout=groups[0].layout), store)
             assert [hit.doc_id for hit in best.hits()] == [hit.doc_id for hit in hits]
             assert best.scores == [hit.score for hit in hits]
     live.close()
@@ -167,7 +169,7 @@ def test_all_parts_answer_as_of_one_record_of_the_log(built: Artifact, tmp_path:
         new_index = Searcher.open(_built(f"{tmp_path}/{moment.record}", truth).uri)
         pair = ahead.at(moment.record).find(PROBES, k=100), moment.find(PROBES, k=100)
         for answers, hits in zip(zip(*pair, strict=True), new_index.search(PROBES, k=100), strict=True):
-            best = rank(concatenate(answers), k=100, joining=Joining(), layout=ahead.layout)
+            best = rank(concatenate(answers), k=100, layout=ahead.layout)
             assert [hit.doc_id for hit in with_documents(best, ahead.store).hits()] == [
                 h.doc_id for h in hits
             ]
@@ -179,7 +181,7 @@ def test_a_folder_keeps_its_kind(built: Artifact, tmp_path: Path) -> None:
     LiveIndex(tmp_path / "whole", built.uri).close()
     with pytest.raises(ConfigError, match=r"created with a delta, .* set serve\.live\.delta to true"):
         LiveIndex(tmp_path / "delta", built.uri, delta=False)
-    with pytest.raises(ConfigError, match=r"made with no delta .* set serve\.live\.delta to false"):
+    with pytest.raises(ConfigError, match=r"created with no delta, .* set serve\.live\.delta to false"):
         LiveIndex(tmp_path / "whole", built.uri, delta=True)
     LiveIndex(tmp_path / "delta").close()  # without an argument, the folder decides
 

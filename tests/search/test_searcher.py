@@ -9,9 +9,8 @@ import pytest
 
 from in_process import run_without_ray
 from scalingnote.core.errors import ArtifactError
-from scalingnote.index import filters, job
+from scalingnote.index import filters, hybrid, job
 from scalingnote.index.config import FastScan, IndexConfig
-from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import IndexLayout
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.searcher import Candidates, Searcher, concatenate, rank
@@ -150,7 +149,10 @@ def _digits(numbers: list[int]) -> SparseRows:
     return SparseRows(offsets, flat, np.ones(len(flat), np.float32))
 
 
-def test_embeddings_and_terms_together_equal_brute_force(probes: np.ndarray, tmp_path: Path) -> None:
+def test_embeddings_and_terms_together_equal_brute_force(
+    probes: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "CANDIDATES_PER_SCORE", 1000)
     corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[300, 340], dim=16, sparse=True)
     index = run_without_ray(job.run, EXACT, **corpus.uris, output=f"{tmp_path}/index").uri
     searcher, mapped = Searcher.open(index), Searcher.open(index, mapped=True)
@@ -160,9 +162,8 @@ def test_embeddings_and_terms_together_equal_brute_force(probes: np.ndarray, tmp
     weights = np.array([[float(str(t) in str(number)) for t in range(10)] for number in numbers], np.float32)
     dense, sparse = queries_of @ corpus.matrix.T, weights @ terms.T
     for where, rows in ((None, np.arange(640)), ({"topic": "topic 3"}, np.arange(3, 640, 7))):
-        joining = Joining(dense_weight=0.3, candidates=1000)
         answers, of_mapped = (
-            each.search(queries_of, _digits(numbers), k=9, joining=joining, where=where)
+            each.search(queries_of, _digits(numbers), k=9, dense_weight=0.3, where=where)
             for each in (searcher, mapped)
         )
         assert of_mapped == answers
@@ -174,8 +175,12 @@ def test_embeddings_and_terms_together_equal_brute_force(probes: np.ndarray, tmp
             [[r.score for r in line] for line in answers], -np.sort(-scores, axis=1)[:, :9], atol=1e-5
         )
         assert [[r.doc_id for r in line] for line in answers] == [[f"d{i}" for i in line] for line in exact]
-    ranked = searcher.search(queries_of, _digits(numbers), k=5, joining=Joining(kind="reciprocal_rank"))
-    assert all(line[0].score <= 2 / 61 for line in ranked)
+
+
+def test_a_weight_outside_0_to_1_is_refused(searcher: Searcher, probes: np.ndarray) -> None:
+    for weight in (-0.1, 1.5):
+        with pytest.raises(SearchError, match=f"dense_weight is {weight}: pass a number from 0 to 1"):
+            searcher.search(probes[:1], k=3, dense_weight=weight)
 
 
 def test_mapped_vectors_are_searched_like_those_in_memory(
@@ -222,10 +227,10 @@ def candidates(dense: np.ndarray, sparse: np.ndarray | None, numbers: np.ndarray
     return Candidates(ids, ids % 4, dense[ids], None if sparse is None else sparse[ids], documents, 1)
 
 
-@pytest.mark.parametrize("kind", ["embeddings", "interpolation", "reciprocal_rank"])
-def test_four_searchers_answer_like_one(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["embeddings", "hybrid"])
+def test_four_searchers_answer_like_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The distribution of shards does not matter, and of equal scores the lower id is first."""
-    joining = Joining(kind="interpolation" if kind == "embeddings" else kind, candidates=CANDIDATES)
+    monkeypatch.setattr(hybrid, "CANDIDATES_PER_SCORE", CANDIDATES)
     for seed in range(20):
         rng = np.random.default_rng(seed)
         dense = rng.integers(0, 40, DOCUMENTS).astype(np.float32)  # many scores are equal
@@ -234,9 +239,9 @@ def test_four_searchers_answer_like_one(kind: str) -> None:
             dense = rng.random(DOCUMENTS, np.float32)
         terms = None if kind == "embeddings" else sparse
         every = np.arange(DOCUMENTS)
-        one = rank(candidates(dense, terms, every), k=K, joining=joining, layout=LAYOUT).hits()
+        one = rank(candidates(dense, terms, every), k=K, layout=LAYOUT).hits()
         searchers = [candidates(dense, terms, every[every % 4 == number]) for number in (2, 0, 3, 1)]
-        assert rank(concatenate(searchers), k=K, joining=joining, layout=LAYOUT).hits() == one
+        assert rank(concatenate(searchers), k=K, layout=LAYOUT).hits() == one
         assert len(one) == K
         if kind == "embeddings":
             assert [hit.doc_id for hit in one] == [f"d{n}" for n in np.lexsort((every, -dense))[:K]]

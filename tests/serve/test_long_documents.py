@@ -32,7 +32,7 @@ from scalingnote.search import searcher as searchers
 from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.query_path import Query, QueryPath
-from scalingnote.search.searcher import DEFAULT_JOINING, Searcher, rank, with_documents
+from scalingnote.search.searcher import Searcher, rank, with_documents
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError
 from scalingnote.serve.catalog import Catalog, Version
@@ -237,7 +237,7 @@ def test_a_database_of_passages_returns_the_same_documents(built, searcher, quer
     )
     for query in query_path(["a comet in chapter 3", "the zebra with number 7"]):
         (candidates,) = database.find(query.embedding, k=2000, where={"topic": "odd"})
-        ranked = rank(candidates, k=2000, joining=DEFAULT_JOINING, layout=database.layout)
+        ranked = rank(candidates, k=2000, layout=database.layout)
         hits = searchers.best_per_document(with_documents(ranked, database.store)).hits()
         (expected,) = searcher.search(query.embedding, k=6, where={"topic": "odd"})
         assert [hit.document for hit in hits] == [hit.document for hit in expected]
@@ -332,8 +332,7 @@ def test_a_written_document_is_found_by_its_words(built, flow, query_path, live)
     rows = [{"doc_id": "new", "title": "", "topic": "odd", "content": "zebra zebra zebra"}]
     assert write(live, flow, built, rows) == []
     (query,) = query_path(["zebra"])
-    words = DEFAULT_JOINING.model_copy(update={"dense_weight": 0.0})
-    (hits,) = LiveSearcher(live).search(query.embedding, query.terms, k=3, joining=words)
+    (hits,) = LiveSearcher(live).search(query.embedding, query.terms, k=3, dense_weight=0.0)
     assert hits[0].doc_id == "new"
     assert hits[0].sparse > hits[1].sparse
 
