@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from in_process import run_without_ray
-from scalingnote.core.errors import ArtifactError
+from scalingnote.core.errors import ArtifactError, SearchError
 from scalingnote.index import filters, hybrid, job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.index.shard import IndexLayout
