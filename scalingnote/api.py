@@ -247,12 +247,7 @@ def run_config(
     endpoint: str | None = None,
     vectors: str | Path | None = None,
 ) -> "RunConfig":
-    """Build the config of :func:`distill`'s run from recipe, teacher and texts, and check the files.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        DataError: the texts cannot be read, or hold no text.
-    """
+    """Build the config of :func:`distill`'s run from recipe, teacher and texts; raise its errors early."""
     from scalingnote.core.config import load
     from scalingnote.datasets.sources import read_texts
     from scalingnote.datasets.vector_job import open_files

@@ -111,15 +111,8 @@ def _add_model_commands(command: Command) -> None:
         "--vectors", metavar="FILE", help=".parquet or .jsonl of texts and vectors, or .npy with --texts"
     )
     _add_columns(distill)
-    distill.add_argument(
-        "--to",
-        required=True,
-        metavar="DIR",
-        help="folder to write, for sentence-transformers and scalingnote",
-    )
-    distill.add_argument(
-        "--student", default="table", help="table, static, or a smaller MODEL; default: table"
-    )
+    distill.add_argument("--to", required=True, metavar="DIR", help="folder of the query tower")
+    distill.add_argument("--student", default="table", help="table, static, or a smaller MODEL")
     distill.add_argument(
         "--queries",
         metavar="FILE",

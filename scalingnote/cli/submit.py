@@ -70,8 +70,7 @@ def submit(
             derived from the command, with a number for each attempt after the first.
         detach: print the id and return. The job continues without this process.
         retries: number of attempts after a failure that is not wrong input; none with a `submission_id`.
-        driver: resources that Ray reserves for the driver, from :func:`driver_options`; by default the driver
-            runs on the head without a reservation.
+        driver: resources that Ray reserves for the driver, from :func:`driver_options`; by default none.
 
     Returns:
         An exit code, which is the job's if it was followed.
@@ -80,11 +79,9 @@ def submit(
     if not checkout:
         text = yaml.safe_dump(dump(config))
         configs, overrides = [CONFIG], ()
-    stage_options = [
-        word for option, stage in selection.items() if stage is not None for word in (option, stage)
-    ]
+    stages = [word for option, stage in selection.items() if stage is not None for word in (option, stage)]
     pins = _pin(overrides, config.run_dir)
-    command = shlex.join([*COMMAND, *_files(configs, below=checkout), *stage_options, *pins, "--json"])
+    command = shlex.join([*COMMAND, *_files(configs, below=checkout), *stages, *pins, "--json"])
     client = _connect(address)
     log.info("%s: %s", address, command)
     options = {"entrypoint": command, **driver}

@@ -77,8 +77,7 @@ def encode_parts(
 
     Args:
         load_encoder: makes, once in each worker, a function of a part's name and input.
-        read: reads the input of a part by its name, in any process. None: the input is None, and the encoder
-            reads the part.
+        read: reads the input of a part by its name, in any process; None: the encoder reads the part.
         output: URI of the folder that the names of parts are relative to.
         work: URI of the folder for records; records of a killed run in it are reused.
         rows: name -> number of rows of each part.
