@@ -5,8 +5,6 @@ import json
 import re
 from collections.abc import Iterator
 
-import pytest
-
 from benchmarks import house
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -18,20 +16,8 @@ BASES = {"embed", "exceed", "feed", "need", "proceed", "seed", "shed", "speed"}
 BEHIND = {"again", "as", "aside", "back", "by", "for", "from", "if", "of", "to", "until", "up"}
 # Words with which the docstring of a function may not begin, because they are no verbs in the imperative.
 NO_VERBS = {"The", "A", "An", "All", "Each", "Every", "One", "What", "Which", "Whether", "How", "As", "Of"}
-NO_VERBS |= {
-    "This",
-    "It",
-    "Its",
-    "For",
-    "If",
-    "None",
-    "True",
-    "Returns",
-    "Yields",
-    "Raises",
-    "Writes",
-    "Reads",
-}
+NO_VERBS |= {"This", "It", "Its", "For", "If", "None", "True"}
+NO_VERBS |= {"Returns", "Yields", "Raises", "Writes", "Reads"}
 FOREIGN = re.compile(r"\b(beside|nobody|for ever|(it|that|which|this|one) (is|are) no)\b(?! longer)", re.I)
 COUNTS = ("files", "lines", "options", "commands", "test_lines", "benchmark_lines", "doc_words")
 GROWTH = 1.02  # of a count since docs/results/house.json
@@ -80,8 +66,8 @@ def test_texts_of_the_package_are_plain_english():
     ] == []
 
 
-@pytest.mark.parametrize("name", COUNTS)
-def test_growth_of_the_house_is_counted(name: str):
+def test_growth_of_the_house_is_counted():
     """A count that has grown is committed: python -m benchmarks.house --json docs/results/house.json."""
-    committed = json.loads((house.ROOT / "docs/results/house.json").read_text())["metrics"][name]
-    assert house.count()[name] <= GROWTH * committed
+    committed = json.loads((house.ROOT / "docs/results/house.json").read_text())["metrics"]
+    counts = house.count()
+    assert {name: counts[name] for name in COUNTS if counts[name] > GROWTH * committed[name]} == {}

@@ -147,10 +147,7 @@ def _compare_by_cosine(tower: PublishedTower) -> None:
     model = tower.native
     if model.similarity != "cosine" and not model.unit:
         facts = model.source, model.similarity
-        log.warning(
-            "%s compares embeddings by %s: stage I trains them for comparison by cosine",
-            *facts,
-        )
+        log.warning("%s compares embeddings by %s: stage I trains them for comparison by cosine", *facts)
     tower.native = replace(model, similarity="cosine")
 
 

@@ -452,7 +452,7 @@ class Searcher:
             Hits of each query, best first; fewer than k only if fewer documents match.
 
         Raises:
-            SearchError: queries, terms, k, nprobe or filter are invalid for this index.
+            SearchError: queries, terms, k, dense_weight, nprobe or filter are invalid for this index.
         """
         layout = self.layout
         unit_queries(queries, dim=layout.dim, k=k)  # checks k before it becomes a number of passages
